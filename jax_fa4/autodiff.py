@@ -1,0 +1,262 @@
+"""Differentiation, batching and remat names of attention, written once above every implementation.
+
+An implementation has two functions, `forward` and `backward`, of operands in sorted order. Around them stand, from the
+inside out: a vmap rule that folds the mapped axis into the batch; the permutations of segment ids; one custom_vjp with
+lse as a differentiable result; and a guard that makes forward-mode differentiation fail with a sentence.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_batching import custom_vmap
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jax_fa4 import problem as spec
+from jax_fa4 import reference
+
+CHECKPOINT_NAMES = ("jax_fa4_out", "jax_fa4_lse")
+"""Names of the two residuals, for `jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)`.
+
+Under a remat policy that saves both, the forward runs once; under one that does not, the backward repeats it.
+"""
+
+
+def attend(implementation: ModuleType, problem: spec.Problem, operands: spec.Operands) -> tuple[Array, Array]:
+    """Runs an implementation under every transformation; returns out (B, T, N, Dv) and lse (B, T, N).
+
+    Reverse-mode derivatives of any order work: the first by the implementation's `backward`, higher ones through
+    `reference`. Forward mode raises TypeError unless the implementation is `reference`.
+    """
+    if implementation is reference:
+        return _forward(implementation, problem, operands)
+    guarded = {
+        name: _reverse_mode_only(x)
+        for name, x in operands._asdict().items()
+        if x is not None and jnp.issubdtype(x.dtype, jnp.floating)
+    }
+    return _attend(implementation, problem, operands._replace(**guarded))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(implementation: ModuleType, problem: spec.Problem, operands: spec.Operands) -> tuple[Array, Array]:
+    return _forward(implementation, problem, operands)
+
+
+def _attend_fwd(implementation: ModuleType, problem: spec.Problem, primals: Any) -> tuple[Any, Any]:
+    operands = jax.tree.map(lambda primal: primal.value, primals)
+    out, lse = map(checkpoint_name, _attend(implementation, problem, operands), CHECKPOINT_NAMES)
+    # Whether the bias's gradient is wanted is static: it travels in the tree structure of the residuals.
+    wants_bias = () if operands.bias is not None and primals.bias.perturbed else None
+    return (out, lse), (operands, out, lse, wants_bias)
+
+
+def _attend_bwd(implementation: ModuleType, problem: spec.Problem, residuals: Any, cotangents: Any) -> tuple[Any]:
+    operands, out, lse, wants_bias = residuals
+    dout, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
+    dout = jnp.zeros_like(out) if dout is None else dout
+    gradients = _backward(implementation, problem, wants_bias is not None, operands, out, lse, dout, dlse)
+    return (spec.Operands(**gradients._asdict()),)
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _backward(
+    implementation: ModuleType,
+    problem: spec.Problem,
+    with_bias: bool,
+    operands: spec.Operands,
+    out: Array,
+    lse: Array,
+    dout: Array,
+    dlse: Array | None,
+) -> spec.Gradients:
+    """The gradients with respect to the operands, in their shapes and order."""
+    call = functools.partial(_call_backward, implementation, problem, with_bias)
+    rows = operands.query_order
+    arguments = (_sort(operands), *(x if rows is None else spec.permute(x, rows, 1) for x in (out, lse, dout, dlse)))
+    gradients = _foldable(call, one_by_one=with_bias)(arguments)
+    scale = gradients.scale.reshape(-1, operands.scale.shape[0]).sum(0).astype(operands.scale.dtype)
+    gradients = gradients._replace(scale=scale)
+    if operands.query_order is None or operands.key_order is None:
+        return gradients
+    row, key = jnp.argsort(operands.query_order, axis=1), jnp.argsort(operands.key_order, axis=1)
+    bias = spec.permute(spec.permute(gradients.bias, row, 2), key, 3)
+    if bias is not None and operands.bias is not None and bias.shape != operands.bias.shape:
+        bias = bias.sum(0, keepdims=True)
+    return spec.Gradients(
+        spec.permute(gradients.query, row, 1),
+        spec.permute(gradients.key, key, 1),
+        spec.permute(gradients.value, key, 1),
+        scale,
+        bias,
+    )
+
+
+def _backward_fwd(
+    implementation: ModuleType, problem: spec.Problem, with_bias: bool, *arguments: Any
+) -> tuple[spec.Gradients, Any]:
+    operands, _, _, dout, dlse = arguments
+    return _backward(implementation, problem, with_bias, *arguments), (operands, dout, dlse)
+
+
+def _backward_bwd(
+    implementation: ModuleType, problem: spec.Problem, with_bias: bool, residuals: Any, cotangents: spec.Gradients
+) -> tuple[Any, ...]:
+    """Differentiates the gradients through `reference`, whose derivatives of every order are JAX's own.
+
+    Out and lse are functions of the operands, so the whole derivative is given to the operands.
+    """
+    operands, dout, dlse = residuals
+    names = [name for name in spec.Gradients._fields if getattr(operands, name) is not None]
+    names = names if with_bias else [name for name in names if name != "bias"]
+
+    def gradients(floats: dict[str, Array], dout: Array, dlse: Array | None) -> spec.Gradients:
+        def forward(floats: dict[str, Array]) -> tuple[Array, Array]:
+            out, lse = _forward(reference, problem, operands._replace(**floats))
+            return out, lse.astype(spec.compute_dtype(out.dtype))
+
+        (_, lse), pullback = jax.vjp(forward, floats)
+        (found,) = pullback((dout, jnp.zeros_like(lse) if dlse is None else dlse))
+        return spec.Gradients(**{"bias": None, **found})
+
+    _, pullback = jax.vjp(gradients, {name: getattr(operands, name) for name in names}, dout, dlse)
+    floats, ddout, ddlse = pullback(cotangents)
+    return spec.Operands(**{**dict.fromkeys(spec.Operands._fields), **floats}), None, None, ddout, ddlse
+
+
+_backward.defvjp(_backward_fwd, _backward_bwd)
+
+
+def _forward(implementation: ModuleType, problem: spec.Problem, operands: spec.Operands) -> tuple[Array, Array]:
+    """Out and lse, in the order of the operands' rows."""
+    call = functools.partial(_call_forward, implementation, problem)
+    # `reference` is differentiated by JAX itself, which a custom vmap rule would prevent.
+    out, lse = (call if implementation is reference else _foldable(call))((_sort(operands),))
+    if operands.query_order is not None:
+        row = jnp.argsort(operands.query_order, axis=1)
+        out, lse = spec.permute(out, row, 1), spec.permute(lse, row, 1)
+    return out, lse
+
+
+def _call_forward(
+    implementation: ModuleType, problem: spec.Problem, arguments: tuple[spec.Operands]
+) -> tuple[Array, Array]:
+    (operands,) = arguments
+    if _is_empty(operands):
+        shape = (operands.batch, *operands.query.shape[1:3])
+        lse = jnp.full(shape, -jnp.inf, spec.compute_dtype(operands.query.dtype))
+        return jnp.zeros((*shape, operands.value.shape[-1]), operands.query.dtype), lse
+    return implementation.forward(problem, operands)
+
+
+def _call_backward(
+    implementation: ModuleType, problem: spec.Problem, with_bias: bool, arguments: Any
+) -> spec.Gradients:
+    operands, out, lse, dout, dlse = arguments
+    if _is_empty(operands):
+        query, key, value = (jnp.zeros((operands.batch, *x.shape[1:]), x.dtype) for x in operands[:3])
+        bias = jnp.zeros_like(operands.bias) if with_bias else None
+        return spec.Gradients(query, key, value, jnp.zeros(operands.batch, operands.scale.dtype), bias)
+    return implementation.backward(problem, operands, out, lse, dout, dlse, with_bias=with_bias)
+
+
+def _is_empty(operands: spec.Operands) -> bool:
+    """Whether no query row or no key exists, so that there is nothing to launch."""
+    return 0 in (operands.batch, *operands.query.shape[1:3], operands.key.shape[1])
+
+
+def _sort(operands: spec.Operands) -> spec.Operands:
+    """Applies the operands' permutations to the arrays they concern."""
+    rows, keys = operands.query_order, operands.key_order
+    if rows is None or keys is None:
+        return operands
+    return operands._replace(
+        query=spec.permute(operands.query, rows, 1),
+        key=spec.permute(operands.key, keys, 1),
+        value=spec.permute(operands.value, keys, 1),
+        bias=spec.permute(spec.permute(operands.bias, rows, 2), keys, 3),
+        mask=spec.permute(spec.permute(operands.mask, rows, 2), keys, 3),
+        query_order=None,
+        key_order=None,
+    )
+
+
+def _foldable(function: Callable[[Any], Any], *, one_by_one: bool = False) -> Callable[[Any], Any]:
+    """Gives a function of `(operands, *row arrays)` a vmap rule that folds the mapped axis into the batch.
+
+    Operands that are not mapped are not copied: their leading axis stays shorter than the batch (see `Operands`). What
+    sums over the batch inside, as a bias gradient does, cannot be folded and is computed one by one.
+    """
+    call = custom_vmap(function)
+
+    def rule(size: int, mapped: Any, arguments: Any) -> tuple[Any, Any]:
+        arguments_mapped = mapped[0]
+        if one_by_one:
+            leaves, tree = jax.tree.flatten(arguments)
+            flags = jax.tree.leaves(arguments_mapped)
+
+            def one(slices: list[Array]) -> Any:
+                rest = iter(slices)
+                return call(jax.tree.unflatten(tree, [next(rest) if m else x for x, m in zip(leaves, flags, strict=True)]))
+
+            results = lax.map(one, [x for x, m in zip(leaves, flags, strict=True) if m])
+            return results, jax.tree.map(lambda _: True, results)
+
+        operands, *rows = arguments
+        operands_mapped, *rows_mapped = arguments_mapped
+        lengths = jax.tree.leaves(jax.tree.map(lambda x, m: x.shape[int(m)], operands, operands_mapped))
+        batch = 0 if 0 in lengths else max(lengths)
+
+        def fold(x: Array, is_mapped: bool) -> Array:
+            length, rest = x.shape[int(is_mapped)], x.shape[int(is_mapped) + 1 :]
+            x = x.reshape(size if is_mapped else 1, 1, length, *rest)
+            return jnp.broadcast_to(x, (size, batch // max(length, 1), length, *rest)).reshape(size * batch, *rest)
+
+        folded = (
+            jax.tree.map(lambda x, m: fold(x, m) if m else x, operands, operands_mapped),
+            *jax.tree.map(fold, rows, rows_mapped),
+        )
+        results = jax.tree.map(lambda x: x.reshape(size, batch, *x.shape[1:]), call(folded))
+        return results, jax.tree.map(lambda _: True, results)
+
+    call.def_vmap(rule)
+    return call
+
+
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    raise TypeError(
+        "jax_fa4.attention supports forward-mode differentiation (jvp, jacfwd, linearize, hessian) only with "
+        "implementation='reference'; reverse mode (grad, vjp, jacrev, also nested) works with every implementation."
+    )
+
+
+# The identity on tangents, which can be transposed but not run: reverse mode only ever does the former.
+_tangent_p = Primitive("jax_fa4_reverse_mode_only")
+_tangent_p.def_abstract_eval(lambda tangent: tangent)
+_tangent_p.def_impl(_refuse)
+mlir.register_lowering(_tangent_p, _refuse)
+ad.deflinear2(_tangent_p, lambda cotangent, _: [cotangent])
+batching.defvectorized(_tangent_p)
+
+
+@jax.custom_jvp
+def _reverse_mode_only(x: Array) -> Array:
+    """The identity; differentiating it in forward mode raises TypeError with a sentence."""
+    return x
+
+
+@_reverse_mode_only.defjvp
+def _reverse_mode_only_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    return primals[0], _tangent_p.bind(tangents[0])

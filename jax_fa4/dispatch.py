@@ -1,0 +1,45 @@
+"""The implementations by name, and the choice among them."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import jax
+
+from jax_fa4 import problem as spec
+from jax_fa4 import reference, tiled
+
+# In the order of preference of `implementation=None`; `reference` is only run when named.
+_AUTOMATIC: dict[str, ModuleType] = {"tiled": tiled}
+_BY_NAME: dict[str, ModuleType] = {**_AUTOMATIC, "xla": tiled, "reference": reference}
+
+
+def find(name: str | None) -> list[ModuleType]:
+    """The implementations that `implementation=name` allows, best first; raises ValueError for an unknown name."""
+    if name is None:
+        return list(_AUTOMATIC.values())
+    if name == "cudnn":
+        raise ValueError(
+            "implementation='cudnn' is jax.nn's: call jax.nn.dot_product_attention for it, "
+            f"or choose one of {_allowed()}."
+        )
+    if not isinstance(name, str) or name not in _BY_NAME:
+        raise ValueError(f"implementation must be one of {_allowed()}, but got {name!r}.")
+    return [_BY_NAME[name]]
+
+
+def choose(
+    name: str | None, problem: spec.Problem, operands: spec.Operands, device: jax.Device | None = None
+) -> ModuleType:
+    """The first allowed implementation that supports the problem; raises NotImplementedError with every reason."""
+    reasons = []
+    for implementation in find(name):
+        reason = implementation.why_not(problem, operands, device)
+        if reason is None:
+            return implementation
+        reasons.append(reason)
+    raise NotImplementedError(" ".join(reasons))
+
+
+def _allowed() -> str:
+    return ", ".join(["None", *map(repr, _BY_NAME)])
