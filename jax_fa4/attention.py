@@ -7,7 +7,6 @@ import functools
 import inspect
 import math
 import operator
-from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import jax
@@ -162,16 +161,18 @@ def why_not(
     """
     bound = inspect.signature(attention).bind(query, key, value, implementation=implementation, **arguments)
     bound.apply_defaults()
-    is_struct = lambda x: isinstance(x, jax.ShapeDtypeStruct)  # noqa: E731
-    leaves, tree = jax.tree.flatten(bound.arguments, is_leaf=is_struct)
+    given = bound.arguments
+    structs, rest = {}, {}
+    for name, x in given.items():
+        parts = x if isinstance(x, tuple | list) else [x]
+        (structs if any(isinstance(part, jax.ShapeDtypeStruct) for part in parts) else rest)[name] = x
 
-    def choose(structs: list[Array]) -> None:
-        rest = iter(structs)
-        call, arrays = _check(**jax.tree.unflatten(tree, [next(rest) if is_struct(x) else x for x in leaves]))
-        dispatch.choose(implementation, *_pose(call, arrays), device)
+    def choose(structs: dict[str, Any]) -> None:
+        call, arrays = _check(**structs, **rest)
+        dispatch.choose(call.implementation, *_pose(call, arrays), device)
 
     try:
-        jax.eval_shape(choose, [x for x in leaves if is_struct(x)])
+        jax.eval_shape(choose, structs)
     except (ValueError, TypeError, NotImplementedError) as error:
         return str(error)
     return None
@@ -318,7 +319,7 @@ def _check(
         left=left,
         right=right,
         offset=offset,
-        softcap=_softcap(softcap),
+        softcap=_softcap(softcap, spec.compute_dtype(q.dtype)),
         deterministic=_flag("deterministic", deterministic),
         implementation=implementation,
         return_residual=_flag("return_residual", return_residual),
@@ -329,6 +330,8 @@ def _check(
 def _as_array(name: str, x: Any) -> Array:
     try:
         array = jnp.asarray(x)
+    except OverflowError as error:
+        raise ValueError(f"{name} must fit in its dtype, but got {x!r}.") from error
     except (TypeError, ValueError) as error:
         raise TypeError(f"{name} must be an array, but got {_kind(x)}.") from error
     if not hasattr(x, "dtype") and array.dtype == np.int64:  # numbers and lists of them have no width of their own
@@ -368,10 +371,10 @@ def _dense(name: str, x: Any, shape: tuple[int, int, int, int]) -> Array | None:
     array = _as_array(name, x)
     if name == "mask" and array.dtype != np.bool_:
         raise ValueError(f"mask's dtype must be bool, but got {array.dtype}: give additive masks as bias.")
-    if not jnp.issubdtype(array.dtype, np.floating):
-        if jnp.issubdtype(array.dtype, np.complexfloating):
+    if name == "bias" and not jnp.issubdtype(array.dtype, np.floating):
+        if not (jnp.issubdtype(array.dtype, np.integer) or array.dtype == np.bool_):
             raise ValueError(f"bias's dtype must be real, but got {array.dtype}.")
-        array = array if name == "mask" else array.astype(np.float32)
+        array = array.astype(np.float32)
     if array.ndim > 4 or any(
         length not in (1, full) for length, full in zip(array.shape[::-1], shape[::-1], strict=False)
     ):
@@ -388,15 +391,14 @@ def _flag(name: str, x: Any) -> bool:
 def _window(window: Any) -> tuple[int | None, int | None]:
     if window is None:
         return None, None
+    sides = list(window) if isinstance(window, tuple | list) else [window, window]
     try:
-        sides = (operator.index(window),) * 2
+        if any(isinstance(side, bool | np.bool_) for side in sides):
+            raise TypeError
+        sides = [None if side is None else operator.index(side) for side in sides]
     except TypeError:
-        sides = tuple(window) if isinstance(window, Sequence) and not isinstance(window, str) else ()
-    try:
-        sides = tuple(None if side is None else operator.index(side) for side in sides)
-    except TypeError:
-        sides = ()
-    if isinstance(window, bool) or len(sides) != 2:
+        sides = []
+    if len(sides) != 2:
         raise TypeError(
             "local_window_size must be an int or a pair (left, right) of ints or None, known when tracing, "
             f"but got {window!r}."
@@ -442,20 +444,19 @@ def _scale(scale: Any, width: int, dtype: np.dtype) -> Array:
     if scale is None:
         scale = 1 / math.sqrt(width) if width else 1.0
     array = _as_array("scale", scale)
-    if array.size != 1 or array.ndim > 1 or not jnp.issubdtype(array.dtype, np.number):
-        raise ValueError(f"scale must be a number or a scalar array, but got {array.dtype} of shape {array.shape}.")
-    if jnp.issubdtype(array.dtype, np.complexfloating):
-        raise ValueError(f"scale must be real, but got {array.dtype}.")
+    real = jnp.issubdtype(array.dtype, np.floating) or jnp.issubdtype(array.dtype, np.integer)
+    if array.size != 1 or array.ndim > 1 or not real:
+        raise ValueError(f"scale must be a real number or scalar array, but got {array.dtype} of shape {array.shape}.")
     return array.reshape(1).astype(dtype)
 
 
-def _softcap(softcap: Any) -> float | None:
+def _softcap(softcap: Any, dtype: np.dtype) -> float | None:
     if softcap is None:
         return None
     if not isinstance(softcap, int | float | np.integer | np.floating) or isinstance(softcap, bool):
         raise TypeError(f"softcap must be a positive number, known when tracing, but got {_kind(softcap)}.")
-    if not 0 < float(softcap) < math.inf:
-        raise ValueError(f"softcap must be positive and finite (None is no cap), but got {softcap!r}.")
+    if not np.finfo(dtype).tiny <= softcap <= np.finfo(dtype).max:
+        raise ValueError(f"softcap must be a positive normal number of {dtype} (None is no cap), but got {softcap!r}.")
     return float(softcap)
 
 

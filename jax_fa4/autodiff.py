@@ -40,7 +40,7 @@ def attend(implementation: ModuleType, problem: spec.Problem, operands: spec.Ope
     if implementation is reference:
         return _forward(implementation, problem, operands)
     guarded = {
-        name: _reverse_mode_only(x)
+        name: _operand_p.bind(x)
         for name, x in operands._asdict().items()
         if x is not None and jnp.issubdtype(x.dtype, jnp.floating)
     }
@@ -166,9 +166,9 @@ def _call_backward(
 ) -> spec.Gradients:
     operands, out, lse, dout, dlse = arguments
     if _is_empty(operands):
-        query, key, value = (jnp.zeros((operands.batch, *x.shape[1:]), x.dtype) for x in operands[:3])
+        query, key, value = (jnp.zeros((len(dout), *x.shape[1:]), x.dtype) for x in operands[:3])
         bias = jnp.zeros_like(operands.bias) if with_bias else None
-        return spec.Gradients(query, key, value, jnp.zeros(operands.batch, operands.scale.dtype), bias)
+        return spec.Gradients(query, key, value, jnp.zeros(len(dout), operands.scale.dtype), bias)
     return implementation.backward(problem, operands, out, lse, dout, dlse, with_bias=with_bias)
 
 
@@ -216,7 +216,7 @@ def _foldable(function: Callable[[Any], Any], *, one_by_one: bool = False) -> Ca
 
         operands, *rows = arguments
         operands_mapped, *rows_mapped = arguments_mapped
-        lengths = jax.tree.leaves(jax.tree.map(lambda x, m: x.shape[int(m)], operands, operands_mapped))
+        lengths = jax.tree.leaves(jax.tree.map(lambda x, m: x.shape[int(m)], arguments, arguments_mapped))
         batch = 0 if 0 in lengths else max(lengths)
 
         def fold(x: Array, is_mapped: bool) -> Array:
@@ -242,21 +242,25 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
     )
 
 
-# The identity on tangents, which can be transposed but not run: reverse mode only ever does the former.
-_tangent_p = Primitive("jax_fa4_reverse_mode_only")
-_tangent_p.def_abstract_eval(lambda tangent: tangent)
+# The identity on operands. Its tangents pass through a second identity that can be transposed but neither run nor
+# batched: reverse mode only ever does the former, forward mode always one of the others.
+_operand_p = Primitive("jax_fa4_reverse_mode_only")
+_operand_p.def_impl(lambda x: x)
+_operand_p.def_abstract_eval(lambda x: x)
+mlir.register_lowering(_operand_p, lambda context, x: [x])
+batching.defvectorized(_operand_p)
+
+_tangent_p = Primitive("jax_fa4_reverse_mode_only_tangent")
 _tangent_p.def_impl(_refuse)
+_tangent_p.def_abstract_eval(lambda tangent: tangent)
 mlir.register_lowering(_tangent_p, _refuse)
+batching.primitive_batchers[_tangent_p] = _refuse
 ad.deflinear2(_tangent_p, lambda cotangent, _: [cotangent])
-batching.defvectorized(_tangent_p)
 
 
-@jax.custom_jvp
-def _reverse_mode_only(x: Array) -> Array:
-    """The identity; differentiating it in forward mode raises TypeError with a sentence."""
-    return x
+def _operand_jvp(primals: tuple[Array], tangents: tuple[Any]) -> tuple[Array, Any]:
+    (tangent,) = tangents
+    return _operand_p.bind(*primals), tangent if isinstance(tangent, ad.Zero) else _tangent_p.bind(tangent)
 
 
-@_reverse_mode_only.defjvp
-def _reverse_mode_only_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    return primals[0], _tangent_p.bind(tangents[0])
+ad.primitive_jvps[_operand_p] = _operand_jvp

@@ -86,8 +86,8 @@ class _Tiling:
     block_keys: int
 
     @classmethod
-    def of(cls, operands: spec.Operands) -> _Tiling:
-        batch, (rows, all_heads), (keys, heads) = operands.batch, operands.query.shape[1:3], operands.key.shape[1:3]
+    def of(cls, operands: spec.Operands, batch: int) -> _Tiling:
+        (rows, all_heads), (keys, heads) = operands.query.shape[1:3], operands.key.shape[1:3]
         group = all_heads // heads
         block_rows = _even_block(rows, max(_STEP_ROWS // group, 8))
         spare = max(1, _STEP_ROWS // (block_rows * group))
@@ -244,7 +244,7 @@ def _forward(
     problem: spec.Problem, matmul_dtype: np.dtype, operands: spec.Operands
 ) -> tuple[Array, Array]:
     dtype = spec.compute_dtype(operands.query.dtype)
-    tiling = _Tiling.of(operands)
+    tiling = _Tiling.of(operands, operands.batch)
     bounds = _Bounds.of(problem, operands, tiling)
     whole = _Piece.of(operands, tiling, matmul_dtype)
 
@@ -299,7 +299,7 @@ def _backward(
     dlse: Array | None,
 ) -> spec.Gradients:
     dtype = spec.compute_dtype(operands.query.dtype)
-    tiling = _Tiling.of(operands)
+    tiling = _Tiling.of(operands, len(dout))
     bounds = _Bounds.of(problem, operands, tiling)
 
     some = lse != -jnp.inf
