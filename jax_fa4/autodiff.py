@@ -209,7 +209,9 @@ def _foldable(function: Callable[[Any], Any], *, one_by_one: bool = False) -> Ca
 
             def one(slices: list[Array]) -> Any:
                 rest = iter(slices)
-                return call(jax.tree.unflatten(tree, [next(rest) if m else x for x, m in zip(leaves, flags, strict=True)]))
+                return call(
+                    jax.tree.unflatten(tree, [next(rest) if m else x for x, m in zip(leaves, flags, strict=True)])
+                )
 
             results = lax.map(one, [x for x, m in zip(leaves, flags, strict=True) if m])
             return results, jax.tree.map(lambda _: True, results)

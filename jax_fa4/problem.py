@@ -156,9 +156,7 @@ def dynamic_bounds(
     return lower, upper
 
 
-def segment_bounds(
-    query_ids: Array, key_ids: Array, lower: Array, upper: Array
-) -> tuple[Array, Array, Array, Array]:
+def segment_bounds(query_ids: Array, key_ids: Array, lower: Array, upper: Array) -> tuple[Array, Array, Array, Array]:
     """Turns equality of segment ids, intersected with row bounds, into row bounds of sorted rows and sorted keys.
 
     Inside a segment the stable sort keeps keys in order of position, so a row's keys below a position are a prefix of
