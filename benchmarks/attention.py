@@ -2,9 +2,9 @@
 
     python benchmarks/attention.py
 
-Every row is measured in one process with the two functions taking turns, so that a change of the machine's speed meets
-both; figures are medians, and "ratio" is jax.nn's time over ours. The last line is the peak resident memory of a process
-of its own that computes a gradient at S = 32768 with a window of 1024 keys.
+Every row is measured in one process with the two functions taking turns, so that a change of the machine's speed
+meets both; figures are medians, and "ratio" is jax.nn's time over ours. The last line is the peak resident memory of a
+process of its own that computes a gradient at S = 32768 with a window of 1024 keys.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def attention(
       local_window_size: (left, right), inclusive: row `i` sees keys from `i + query_offset - left` to
         `i + query_offset + right`. None on a side is unbounded, one int means both sides.
       query_offset: int, int32 scalar or (B,); or "end", which is S - T.
-      query_segment_ids: int32 (B, T); a row sees the keys of equal id. Given with `key_value_segment_ids` or not at all.
+      query_segment_ids: int32 (B, T); a row sees the keys of equal id. Both ids are given, or none.
       key_value_segment_ids: int32 (B, S).
       row_bounds: (lower, upper), each int32 (B, T): row `i` sees key positions in `[lower, upper)`.
       softcap: positive number, static.
@@ -128,7 +128,7 @@ def attention(
 
     Returns:
       The output, (B, T, N, Dv) or (T, N, Dv) in query's dtype. With `return_residual`, also lse, the natural-log
-      log-sum-exp of each row's visible logits without sinks: float32 (B, T, N) or (T, N), -inf where nothing is visible.
+      log-sum-exp of each row's visible logits without sinks: float32 (B, T, N) or (T, N), -inf where there are none.
 
     Raises:
       ValueError, TypeError: an argument has a wrong shape, dtype, value or type; raised before compilation.
@@ -152,7 +152,9 @@ def why_not(
 
     Args:
       implementation: a name, or None for the automatic choice.
-      query, key, value: as in `attention`; here every array may be a `jax.ShapeDtypeStruct`.
+      query: as in `attention`; here every array may be a `jax.ShapeDtypeStruct`.
+      key: likewise.
+      value: likewise.
       device: the device to run on; by default the one that JAX would choose.
       **arguments: the other arguments of `attention`.
 
@@ -161,9 +163,9 @@ def why_not(
     """
     bound = inspect.signature(attention).bind(query, key, value, implementation=implementation, **arguments)
     bound.apply_defaults()
-    given = bound.arguments
-    structs, rest = {}, {}
-    for name, x in given.items():
+    structs: dict[str, Any] = {}
+    rest: dict[str, Any] = {}
+    for name, x in bound.arguments.items():
         parts = x if isinstance(x, tuple | list) else [x]
         (structs if any(isinstance(part, jax.ShapeDtypeStruct) for part in parts) else rest)[name] = x
 
@@ -186,6 +188,7 @@ class _Call:
     left: int | None  # row i sees keys from i + offset - left
     right: int | None  # to i + offset + right, inclusive
     offset: int | None  # None when it is an array
+    default_scale: bool
     softcap: float | None
     deterministic: bool
     implementation: str | None
@@ -218,9 +221,11 @@ def _pose(call: _Call, arrays: dict[str, Any]) -> tuple[spec.Problem, spec.Opera
     batch, rows = arrays["query"].shape[:2]
     keys = arrays["key"].shape[1]
     problem = spec.Problem(softcap=call.softcap, deterministic=call.deterministic)
-    operands = spec.Operands(
-        arrays["query"], arrays["key"], arrays["value"], arrays["scale"], bias=get("bias"), mask=get("mask")
-    )
+    query, key, value = arrays["query"], arrays["key"], arrays["value"]
+    # With a width of 0 every logit is 0, whatever the scale.
+    scale = 1 / math.sqrt(query.shape[3] or 1) if call.default_scale else arrays["scale"]
+    scale = jnp.asarray(scale, spec.compute_dtype(query.dtype)).reshape(1)
+    operands = spec.Operands(query, key, value, scale, bias=get("bias"), mask=get("mask"))
     query_ids, key_ids = get("query_segment_ids"), get("key_value_segment_ids")
     dynamic = ("query_offset", "query_seq_lengths", "key_value_seq_lengths", "row_bounds")
     if query_ids is None and call.offset is not None and all(get(name) is None for name in dynamic):
@@ -229,17 +234,17 @@ def _pose(call: _Call, arrays: dict[str, Any]) -> tuple[spec.Problem, spec.Opera
         return dataclasses.replace(problem, band=spec.static_band(rows, keys, low, high)), operands
     lower, upper = spec.dynamic_bounds(
         (batch, rows, keys),
-        get("query_offset") if call.offset is None else call.offset,
+        arrays["query_offset"] if call.offset is None else call.offset,
         call.left,
         call.right,
         get("query_seq_lengths"),
         get("key_value_seq_lengths"),
         get("row_bounds"),
     )
-    order: tuple[Array | None, Array | None] = (None, None)
-    if query_ids is not None:
-        lower, upper, *order = spec.segment_bounds(query_ids, key_ids, lower, upper)
-    return problem, operands._replace(lower=lower, upper=upper, query_order=order[0], key_order=order[1])
+    if query_ids is not None and key_ids is not None:
+        lower, upper, query_order, key_order = spec.segment_bounds(query_ids, key_ids, lower, upper)
+        operands = operands._replace(query_order=query_order, key_order=key_order)
+    return problem, operands._replace(lower=lower, upper=upper)
 
 
 def _check(
@@ -282,11 +287,11 @@ def _check(
         raise ValueError(f"key's head width must be query's, {width}, but got shape {k.shape}.")
     if v.shape[1:3] != k.shape[1:3]:
         raise ValueError(
-            f"value's length and heads must be key's, {k.shape[1:3]}, but got shape {v.shape}; only its width may differ."
+            f"value's length and heads must be key's, {k.shape[1:3]}, but got shape {v.shape}: only widths may differ."
         )
     if heads % kv_heads if kv_heads else heads:
         raise ValueError(
-            f"query's number of heads must be a multiple of key's and value's, {kv_heads}, but got {heads} (shape {q.shape})."
+            f"query's number of heads must be a multiple of key's and value's, {kv_heads}, but got shape {q.shape}."
         )
     if (query_segment_ids is None) != (key_value_segment_ids is None):
         given, missing = "query_segment_ids", "key_value_segment_ids"
@@ -303,7 +308,7 @@ def _check(
         "query": q,
         "key": k,
         "value": v,
-        "scale": _scale(scale, width, spec.compute_dtype(q.dtype)),
+        "scale": _scale(scale),
         "bias": _dense("bias", bias, (batch, heads, rows, keys)),
         "mask": _dense("mask", mask, (batch, heads, rows, keys)),
         "query_offset": offsets,
@@ -319,6 +324,7 @@ def _check(
         left=left,
         right=right,
         offset=offset,
+        default_scale=scale is None,
         softcap=_softcap(softcap, spec.compute_dtype(q.dtype)),
         deterministic=_flag("deterministic", deterministic),
         implementation=implementation,
@@ -439,15 +445,14 @@ def _row_bounds(bounds: Any, shape: tuple[int, int], batched: bool) -> tuple[Arr
     return lower, upper
 
 
-def _scale(scale: Any, width: int, dtype: np.dtype) -> Array:
-    """The scale as (1,); with a width of 0 every logit is 0 whatever the scale."""
+def _scale(scale: Any) -> Array | None:
     if scale is None:
-        scale = 1 / math.sqrt(width) if width else 1.0
+        return None
     array = _as_array("scale", scale)
     real = jnp.issubdtype(array.dtype, np.floating) or jnp.issubdtype(array.dtype, np.integer)
     if array.size != 1 or array.ndim > 1 or not real:
         raise ValueError(f"scale must be a real number or scalar array, but got {array.dtype} of shape {array.shape}.")
-    return array.reshape(1).astype(dtype)
+    return array
 
 
 def _softcap(softcap: Any, dtype: np.dtype) -> float | None:

@@ -85,16 +85,20 @@ def _backward(
     """The gradients with respect to the operands, in their shapes and order."""
     call = functools.partial(_call_backward, implementation, problem, with_bias)
     rows = operands.query_order
-    arguments = (_sort(operands), *(x if rows is None else spec.permute(x, rows, 1) for x in (out, lse, dout, dlse)))
-    gradients = _foldable(call, one_by_one=with_bias)(arguments)
+    arrays = [out, lse, dout, dlse]
+    if rows is not None:
+        arrays = [None if x is None else spec.permute(x, rows, 1) for x in arrays]
+    gradients = _foldable(call, one_by_one=with_bias)((_sort(operands), *arrays))
     scale = gradients.scale.reshape(-1, operands.scale.shape[0]).sum(0).astype(operands.scale.dtype)
     gradients = gradients._replace(scale=scale)
     if operands.query_order is None or operands.key_order is None:
         return gradients
     row, key = jnp.argsort(operands.query_order, axis=1), jnp.argsort(operands.key_order, axis=1)
-    bias = spec.permute(spec.permute(gradients.bias, row, 2), key, 3)
-    if bias is not None and operands.bias is not None and bias.shape != operands.bias.shape:
-        bias = bias.sum(0, keepdims=True)
+    bias = gradients.bias
+    if bias is not None and operands.bias is not None:
+        bias = spec.permute(spec.permute(bias, row, 2), key, 3)
+        # Sorting may have given every batch element a bias of its own.
+        bias = bias if bias.shape == operands.bias.shape else bias.sum(0, keepdims=True)
     return spec.Gradients(
         spec.permute(gradients.query, row, 1),
         spec.permute(gradients.key, key, 1),
@@ -182,12 +186,15 @@ def _sort(operands: spec.Operands) -> spec.Operands:
     rows, keys = operands.query_order, operands.key_order
     if rows is None or keys is None:
         return operands
+    bias, mask = (
+        None if x is None else spec.permute(spec.permute(x, rows, 2), keys, 3) for x in (operands.bias, operands.mask)
+    )
     return operands._replace(
         query=spec.permute(operands.query, rows, 1),
         key=spec.permute(operands.key, keys, 1),
         value=spec.permute(operands.value, keys, 1),
-        bias=spec.permute(spec.permute(operands.bias, rows, 2), keys, 3),
-        mask=spec.permute(spec.permute(operands.mask, rows, 2), keys, 3),
+        bias=bias,
+        mask=mask,
         query_order=None,
         key_order=None,
     )

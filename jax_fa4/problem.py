@@ -129,9 +129,11 @@ def dynamic_bounds(
     Args:
       shape: (B, T, S).
       offset: key position of query row 0, an int or int32 of shape () or (B,).
-      left, right: row `i` sees keys from `i + offset - left` to `i + offset + right`, inclusive; None is unbounded.
-      query_lengths, key_lengths: int32 (B,).
-      user: lower and upper, int32 (B, T).
+      left: row `i` sees keys from `i + offset - left`; None is unbounded.
+      right: to `i + offset + right`, inclusive; None is unbounded.
+      query_lengths: int32 (B,) or None; rows from there on see nothing.
+      key_lengths: int32 (B,) or None; keys from there on are hidden.
+      user: lower and upper, int32 (B, T), or None.
 
     Returns:
       lower and upper, int32 (B, T) or (1, T), within [0, S], of rows and keys in the order given.
@@ -163,8 +165,10 @@ def segment_bounds(query_ids: Array, key_ids: Array, lower: Array, upper: Array)
     its segment: their number is found by binary search for the pair (id, position) among the sorted keys.
 
     Args:
-      query_ids: int32 (B, T). key_ids: int32 (B, S). Any ids, in any order.
-      lower, upper: int32 (B, T) or (1, T) row bounds in key positions.
+      query_ids: int32 (B, T), any ids in any order.
+      key_ids: int32 (B, S), likewise.
+      lower: int32 (B, T) or (1, T), the first key position that a row may see.
+      upper: like `lower`, the key position at which it ends.
 
     Returns:
       `lower` and `upper` in sorted order and `query_order`, `key_order`, the sorting permutations (all int32).
@@ -205,12 +209,12 @@ def segment_bounds(query_ids: Array, key_ids: Array, lower: Array, upper: Array)
     return rank(lower), rank(upper), query_order, key_order
 
 
-def permute(x: Array | None, order: Array, axis: int) -> Array | None:
-    """Applies a permutation per batch element, `order` (B, length), along `axis` of x (1 or B, ...); None stays None.
+def permute(x: Array, order: Array, axis: int) -> Array:
+    """Applies a permutation per batch element, `order` (B, length), along `axis` of x (1 or B, ...).
 
     An axis of length 1 is broadcast and stays as it is.
     """
-    if x is None or x.shape[axis] != order.shape[1] or x.shape[axis] == 1:
+    if x.shape[axis] == 1:
         return x
     batch = order.shape[0]
     x = jnp.broadcast_to(x, (batch, *x.shape[1:]))

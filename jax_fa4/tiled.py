@@ -1,8 +1,9 @@
 """`tiled`: FlashAttention in pure JAX, the default wherever no kernel applies.
 
-Both passes walk over chunks of (batch, key/value head), inside them over blocks of query rows, and inside those over the
-key blocks that some row of the block can see: an online softmax forward, and a backward that recomputes probabilities
-from lse. Memory is linear in T + S. Key blocks that every row of a query block sees whole run without mask code.
+Both passes walk over chunks of (batch, key/value head), inside them over blocks of query rows, and inside those over
+the key blocks that some row of the block can see: an online softmax forward, and a backward that recomputes
+probabilities from lse. Memory is linear in T + S. Key blocks that every row of a query block sees whole run without
+mask code.
 
 Sizes: one step works on logits of shape (b, k, s, g, q): the chunk's batch elements and key/value heads, the keys of a
 block, the query heads of a group, and the rows of a block. Keys come before rows because four of the five matrix
@@ -29,8 +30,8 @@ from jax_fa4 import problem as spec
 # A step's logits: enough work to amortise a step's fixed cost (tens of microseconds on a CPU), few enough bytes (4 MiB)
 # to stay in cache between the two matrix products.
 _STEP_LOGITS = 1 << 20
-# Rows (query positions times the heads of a group) and keys of a step: large enough for efficient matrix products, small
-# enough that little of a step lies outside a causal or window mask.
+# Rows (query positions times the heads of a group) and keys of a step: large enough for efficient matrix products,
+# small enough that little of a step lies outside a causal or window mask.
 _STEP_ROWS = 512
 _STEP_KEYS = 256
 
@@ -128,14 +129,14 @@ class _Tiling:
         x = jnp.moveaxis(x, 2, 4)
         x = x.sum([axis for axis in range(5) if total.shape[axis] == 1], keepdims=True)
         in_heads = self.heads // self.chunk_heads
-        starts = (
+        starts: list[Any] = [
             (chunk // in_heads * self.chunk_batch) % total.shape[0],
             chunk % in_heads * self.chunk_heads,
             np.int32(0),
             row_block * self.block_rows,
             key_block * self.block_keys,
-        )
-        starts = tuple(np.int32(0) if length == 1 else start for start, length in zip(starts, total.shape, strict=True))
+        ]
+        starts = [np.int32(0) if length == 1 else start for start, length in zip(starts, total.shape, strict=True)]
         return lax.dynamic_update_slice(total, lax.dynamic_slice(total, starts, x.shape) + x, starts)
 
     def split_rows(self, x: Array) -> Array:
@@ -243,7 +244,7 @@ class _Piece(NamedTuple):
         )
 
     def chunk(self, tiling: _Tiling, index: Array) -> _Piece:
-        return _Piece(*(None if x is None else tiling.chunk(x, index) for x in self))
+        return jax.tree.map(lambda x: tiling.chunk(x, index), self)
 
 
 def _forward(problem: spec.Problem, matmul_dtype: np.dtype, operands: spec.Operands) -> tuple[Array, Array]:
@@ -406,7 +407,7 @@ def _logits(
 
 
 def _hide_unseen(visible: Array, x: Array) -> Array:
-    """Zeroes the keys of x (b, k, s, d) that no row of the block sees: what they hold, NaN included, must not matter."""
+    """Zeroes the keys of x (b, k, s, d) that no row of the block sees: what they hold, even NaN, must not matter."""
     return jnp.where(visible.any((3, 4))[..., None], x, 0)
 
 
