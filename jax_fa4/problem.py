@@ -140,10 +140,13 @@ def dynamic_bounds(
     """
     _, rows, keys = shape
     position = lax.iota(np.int32, rows)[None]
-    start = jnp.asarray(offset if isinstance(offset, Array) else _clamp(offset), np.int32).reshape(-1, 1)
 
     def diagonal(distance: int) -> Array:
-        return jnp.clip(position + jnp.clip(_saturating_add(start, distance), -rows, keys), 0, keys)
+        """The position `i + offset + distance`, cut to [0, S], computed without wrapping around."""
+        if isinstance(offset, int):
+            return jnp.clip(position + min(max(offset + distance, -rows), keys), 0, keys)
+        start = _saturating_add(offset.reshape(-1, 1), distance)
+        return jnp.clip(position + jnp.clip(start, -rows, keys), 0, keys)
 
     lower = jnp.zeros_like(position) if left is None else diagonal(-left)
     upper = jnp.full_like(position, keys) if right is None else diagonal(right + 1)
@@ -221,13 +224,12 @@ def permute(x: Array, order: Array, axis: int) -> Array:
     return jax.vmap(lambda row, places: jnp.take(row, places, axis=axis - 1, mode="clip"))(x, order)
 
 
-def _clamp(number: int) -> int:
-    return max(int(_INT32.min), min(int(_INT32.max), number))
-
-
 def _saturating_add(x: Array, number: int) -> Array:
-    """`x + number` in int32 without wrapping around."""
-    number = _clamp(number)
-    if number >= 0:
-        return jnp.minimum(x, int(_INT32.max) - number) + np.int32(number)
-    return jnp.maximum(x, int(_INT32.min) - number) + np.int32(number)
+    """`x + number` in int32, at its ends where the sum lies beyond them."""
+    least, most = int(_INT32.min), int(_INT32.max)
+    number = min(max(number, 2 * least), 2 * most)  # beyond which every sum is at an end
+    while number:
+        part = min(max(number, least), most)
+        x = (jnp.minimum(x, most - part) if part > 0 else jnp.maximum(x, least - part)) + np.int32(part)
+        number -= part
+    return x
