@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from jax_fa4 import attention
 
 B, T, S, N, K, D = 2, 5, 7, 4, 2, 8
@@ -48,7 +49,8 @@ def assert_same(arguments: Mapping[str, Any], *, tolerance: float = 2e-5, **stat
     """Out and lse have jax.nn's shapes and types, and jax.nn's values in rows that see something."""
     ours, theirs = call(attention, arguments, **static), call(jax.nn.dot_product_attention, arguments, **static)
     assert [x.shape for x in ours] == [x.shape for x in theirs]
-    assert ours[0].dtype == theirs[0].dtype and ours[0].weak_type == theirs[0].weak_type
+    assert ours[0].dtype == theirs[0].dtype
+    assert ours[0].weak_type == theirs[0].weak_type
     seen = np.asarray(ours[1]) > -np.inf
     assert seen.any()
     for x, y in zip(ours, theirs, strict=True):
@@ -217,7 +219,8 @@ def test_gradients(name: str) -> None:
 
     ours, theirs = gradients(attention), gradients(jax.nn.dot_product_attention)
     for name in floats:
-        assert ours[name].dtype == theirs[name].dtype and ours[name].shape == theirs[name].shape
+        assert ours[name].dtype == theirs[name].dtype
+        assert ours[name].shape == theirs[name].shape
         np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-4, atol=2e-5, err_msg=name)
 
 
@@ -261,12 +264,14 @@ class TestDocumentedDifferences:
     def test_rows_that_see_nothing_are_0_and_have_lse_minus_infinity(self, hide: Arguments) -> None:
         """jax.nn gives the mean of all values, or NaN."""
         out, lse = attention(**qkv(), **hide, return_residual=True)
-        assert (np.asarray(out) == 0).all() and (np.asarray(lse) == -np.inf).all()
+        assert (np.asarray(out) == 0).all()
+        assert (np.asarray(lse) == -np.inf).all()
 
     def test_no_keys_at_all(self) -> None:
         """jax.nn fails to reduce an axis of length 0."""
         out, lse = attention(**qkv() | {"key": normal(B, 0, K, D), "value": normal(B, 0, K, D)}, return_residual=True)
-        assert (np.asarray(out) == 0).all() and (np.asarray(lse) == -np.inf).all()
+        assert (np.asarray(out) == 0).all()
+        assert (np.asarray(lse) == -np.inf).all()
 
     @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16, np.float32], ids=lambda dtype: np.dtype(dtype).name)
     def test_lse_is_float32(self, dtype: Any) -> None:
@@ -307,9 +312,91 @@ class TestMoreThanJaxNn:
             attention(**qkv(), local_window_size=window), attention(**qkv(), local_window_size=2)
         )
 
+    def test_unbatched_integers_may_lack_the_batch_axis(self) -> None:
+        without = {
+            "query_seq_lengths": np.int32(4),
+            "key_value_seq_lengths": np.int32(6),
+            "query_segment_ids": int32(0, 0, 1, 1, 1),
+            "key_value_segment_ids": int32(0, 1, 0, 1, 0, 1, 0),
+            "row_bounds": (int32(0, 1, 0, 1, 0), int32(5, 6, 7, 4, 3)),
+        }
+        within = {name: jax.tree.map(lambda x: x[None], x) for name, x in without.items()}
+        want = attention(**qkv(batch=None), **within, query_offset=int32(1))
+        np.testing.assert_array_equal(attention(**qkv(batch=None), **without, query_offset=np.int32(1)), want)
+
     def test_values_may_have_their_own_width(self) -> None:
         narrow = attention(**qkv() | {"value": qkv()["value"][..., :3]})
         np.testing.assert_allclose(narrow, attention(**qkv())[..., :3], rtol=2e-5, atol=2e-5)
+
+
+ROW, COL = np.arange(T)[:, None], np.arange(S)
+ROW_IDS, KEY_IDS = (np.random.default_rng(i).integers(0, 2, (B, length), np.int32) for i, length in ((0, T), (1, S)))
+BOUNDS = int32(0, 3, 1, 4, 2) + np.zeros((B, 1), np.int32), int32(7, 4, 6, 5, 3) + int32(0, 1)[:, None]
+
+STRUCTURED: dict[str, tuple[Arguments, np.ndarray]] = {
+    "offset": ({"query_offset": 2, "is_causal": True}, COL <= ROW + 2),
+    "offset_end": ({"query_offset": "end", "is_causal": True}, COL <= ROW + S - T),
+    "offset_end_and_lengths": (
+        {"query_offset": "end", "is_causal": True, "key_value_seq_lengths": int32(4, 7)},
+        (COL <= ROW + S - T) & (int32(4, 7)[:, None, None] > COL),
+    ),
+    "offset_per_batch": ({"query_offset": int32(0, 2), "is_causal": True}, ROW + int32(0, 2)[:, None, None] >= COL),
+    "offset_of_a_window": (
+        {"query_offset": np.int32(1), "local_window_size": (1, 2)},
+        (COL >= ROW) & (COL <= ROW + 3),
+    ),
+    "offset_negative": ({"query_offset": -2, "local_window_size": (None, 2)}, COL <= ROW),
+    "segments": (
+        {"query_segment_ids": ROW_IDS, "key_value_segment_ids": KEY_IDS},
+        ROW_IDS[:, :, None] == KEY_IDS[:, None],
+    ),
+    "segments_and_window": (
+        {"query_segment_ids": ROW_IDS, "key_value_segment_ids": KEY_IDS, "local_window_size": (3, 4)},
+        (ROW_IDS[:, :, None] == KEY_IDS[:, None]) & (COL >= ROW - 3) & (COL <= ROW + 4),
+    ),
+    "row_bounds": ({"row_bounds": BOUNDS}, (BOUNDS[0][:, :, None] <= COL) & (BOUNDS[1][:, :, None] > COL)),
+    "row_bounds_beyond_the_keys": (
+        {"row_bounds": (BOUNDS[0] - 100, BOUNDS[1] + (1 << 30))},
+        np.ones((T, S), bool),
+    ),
+    "row_bounds_and_causal": (
+        {"row_bounds": BOUNDS, "is_causal": True, "query_offset": 3},
+        (BOUNDS[0][:, :, None] <= COL) & (BOUNDS[1][:, :, None] > COL) & (COL <= ROW + 3),
+    ),
+}
+
+
+class TestAdditions:
+    """The meaning of what jax.nn does not have, in terms of what it has."""
+
+    @pytest.mark.parametrize("name", STRUCTURED)
+    def test_structured_mask(self, name: str) -> None:
+        structured, dense = STRUCTURED[name]
+        dense = np.broadcast_to(dense, (B, T, S))[:, None]
+        some = dense.any(-1).reshape(B, T)
+        assert some.any()
+        assert not (name != "row_bounds_beyond_the_keys" and dense.all())
+        out, lse = call(attention, qkv() | structured)
+        want = jax.nn.dot_product_attention(**qkv(), mask=dense)
+        np.testing.assert_allclose(np.asarray(out)[some], np.asarray(want)[some], rtol=2e-5, atol=2e-5)
+        np.testing.assert_array_equal(np.asarray(lse) > -np.inf, np.broadcast_to(some[..., None], lse.shape))
+
+    def test_softcap(self) -> None:
+        """The cap applies after the scale and before the bias."""
+        q, k, v, bias = normal(1, T, 1, D), normal(1, S, 1, D), normal(1, S, 1, D, seed=1), normal(T, S)
+        out = attention(q, k, v, bias, scale=0.7, softcap=1.5)
+        logits = 1.5 * np.tanh(0.7 * q[0, :, 0] @ k[0, :, 0].T / 1.5) + bias
+        np.testing.assert_allclose(out[0, :, 0], jax.nn.softmax(logits) @ v[0, :, 0], rtol=2e-5, atol=2e-5)
+
+    def test_sinks(self) -> None:
+        """A sink is one more key of that logit and of value 0, which lse leaves out."""
+        q, k, v, sinks = normal(1, T, 2, D), normal(1, S, 2, D), normal(1, S, 2, D, seed=1), normal(2)
+        out, lse = attention(q, k, v, sinks=sinks, return_residual=True)
+        one_more = np.concatenate([np.zeros((2, T, S), np.float32), np.tile(sinks[:, None, None], (1, T, 1))], -1)
+        pad = lambda x: np.pad(x, [(0, 0), (0, 1), (0, 0), (0, 0)])  # noqa: E731
+        want = jax.nn.dot_product_attention(q, pad(k), pad(v), one_more)
+        np.testing.assert_allclose(out, want, rtol=2e-5, atol=2e-5)
+        np.testing.assert_array_equal(lse, attention(q, k, v, return_residual=True)[1])
 
 
 class TestRefusedOnPurpose:

@@ -6,6 +6,7 @@ A docstring names the public report as project and number. Reports about custom 
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
+
 from jax_fa4 import attention
 
 IMPLEMENTATIONS = ("tiled", "reference")
@@ -50,11 +52,11 @@ def assert_close(got: Any, want: Any, tolerance: float = 2e-5) -> None:
 class TestSilentWrongAnswers:
     @pytest.mark.parametrize("causal", [False, True])
     @pytest.mark.parametrize("window", [(3, 0), (0, 3), (0, 0), (3, None), (None, 0), None])
-    @pytest.mark.parametrize("lengths", [False, True])
+    @pytest.mark.parametrize("lengths", [False, pytest.param(True, marks=pytest.mark.slow)])
     def test_every_mask_hides_what_it_says(
         self, implementation: str, causal: bool, window: tuple[int | None, int | None] | None, lengths: bool
     ) -> None:
-        """jax 39576: a window (L, 0) without causal saw the future. jax 32300: a window without a mask was ignored."""
+        """Jax 39576: a window (L, 0) without causal saw the future. jax 32300: a window without a mask was ignored."""
         q, k, v = normal(2, 9, 2, 4), normal(2, 9, 2, 4, seed=1), normal(2, 9, 2, 4, seed=2)
         i, j = np.arange(9)[:, None], np.arange(9)
         left, right = window or (None, None)
@@ -71,7 +73,7 @@ class TestSilentWrongAnswers:
         assert_close(out, np.where(some, naive(q, k, v, np.where(visible.any(-1, keepdims=True), visible, True)), 0))
 
     def test_packed_sequences_with_grouped_heads(self, implementation: str) -> None:
-        """jax 39521: offsets of packed sequences were counted with the query's number of heads."""
+        """Jax 39521: offsets of packed sequences were counted with the query's number of heads."""
         q, k, v = normal(1, 12, 6, 4), normal(1, 12, 2, 4, seed=1), normal(1, 12, 2, 4, seed=2)
         ids = np.repeat(np.array([[0, 1, 2]], np.int32), [5, 4, 3], 1)
         out = attention(
@@ -82,7 +84,7 @@ class TestSilentWrongAnswers:
             assert_close(out[:, at], alone)
 
     def test_segment_ids_matter(self, implementation: str) -> None:
-        """maxtext 4476: segment ids were accepted and ignored."""
+        """Maxtext 4476: segment ids were accepted and ignored."""
         q, k, v = normal(2, 6, 2, 4), normal(2, 8, 2, 4, seed=1), normal(2, 8, 2, 4, seed=2)
         rows = np.array([[0, 0, 1, 7, 7, 7], [-1, 2, 2, 2, 2, 2]], np.int32)
         keys = np.array([[7, 7, 0, 0, 1, 1, 7, 7], [2, 2, 2, 2, -1, -1, -1, -1]], np.int32)
@@ -99,7 +101,7 @@ class TestSilentWrongAnswers:
         elif kind == "huge_logits":
             k[:, ::10] *= 30
         elif kind == "near_constant":
-            k, v = 1 + 1e-2 * k, 1 + 1e-2 * v
+            k, v = 1 + 0.1 * k, 1 + 0.1 * v
         else:
             k, v = (np.repeat(x[:, ::8], 8, 1) for x in (k, v))
         got = gradients(implementation, q, k, v)
@@ -127,17 +129,23 @@ class TestSilentWrongAnswers:
 
     @pytest.mark.slow
     def test_more_than_2_to_the_31_elements(self, implementation: str) -> None:
-        """flash-attention 2611, 2260: 32-bit offsets overflowed. Needs 10 GB, in float16, twice for a copy."""
+        """flash-attention 2611, 2260: 32-bit offsets overflowed. Here only the last 32 keys of 9 GB are seen."""
         if implementation == "reference":
-            pytest.skip("the reference widens every operand")
-        available = int(next(x.split()[1] for x in open("/proc/meminfo") if x.startswith("MemAvailable"))) << 10
-        if available < 24 << 30:
-            pytest.skip("less than 24 GiB of memory are available")
-        length = (1 << 31) // 64 + 64
-        keys = jnp.zeros((1, length, 1, 64), jnp.float16).at[:, -32:].set(1)
-        query = jnp.ones((1, 1, 1, 64), jnp.float16)
-        out = attention(query, keys, keys, local_window_size=31, query_offset=length - 1, implementation=implementation)
-        assert_close(out, np.ones((1, 1, 1, 64)))
+            pytest.skip("the reference copies every operand")
+        if os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < 16 << 30:
+            pytest.skip("less than 16 GiB of memory are free")
+        width, window = 1 << 16, 32
+        length = (1 << 31) // width + 2048
+        keys = jax.jit(
+            lambda: (jax.lax.broadcasted_iota(np.int32, (1, length, 1, width), 1) % 1000).astype(np.float32)
+        )()
+        last = jax.jit(
+            lambda query, keys: attention(
+                query, keys, keys, local_window_size=(window - 1, 0), query_offset="end", implementation=implementation
+            )
+        )
+        out = last(jnp.zeros((1, 1, 1, width)), keys)
+        assert_close(out, np.full((1, 1, 1, width), (np.arange(length - window, length) % 1000).mean()))
 
     @pytest.mark.parametrize("mapped", [(0,), (1,), (2,), (0, 1, 2)], ids=str)
     def test_vmap_of_grad_with_a_batch_inside(self, implementation: str, mapped: tuple[int, ...]) -> None:
@@ -183,16 +191,18 @@ def jax_nn_gradients(query: Any, key: Any, value: Any) -> list[np.ndarray]:
 class TestNaNsAndCrashes:
     @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda dtype: np.dtype(dtype).name)
     def test_a_float32_bias_with_narrow_operands(self, implementation: str, dtype: Any) -> None:
-        """jax 32242: a float32 bias gave NaN gradients."""
+        """Jax 32242: a float32 bias gave NaN gradients."""
         q = normal(2, 8, 2, 4, dtype=dtype)
         bias = normal(1, 2, 8, 8)
         total = lambda bias: attention(q, q, q, bias, implementation=implementation).astype(jnp.float32).sum()  # noqa: E731
         dbias = jax.grad(total)(bias)
-        assert dbias.dtype == np.float32 and np.isfinite(dbias).all() and dbias.any()
+        assert dbias.dtype == np.float32
+        assert np.isfinite(dbias).all()
+        assert dbias.any()
 
     @pytest.mark.parametrize("keys", [64, 192])
     def test_very_small_log_sum_exps(self, implementation: str, keys: int) -> None:
-        """pytorch 196678: dQ was NaN where S % 128 == 64 and lse < -88.7, the logarithm of the least float32."""
+        """Pytorch 196678: dQ was NaN where S % 128 == 64 and lse < -88.7, the logarithm of the least float32."""
         q, k, v = 10 + normal(1, 8, 1, 64), -10 + normal(1, keys, 1, 64, seed=1), normal(1, keys, 1, 64, seed=2)
         lse = attention(q, k, v, return_residual=True, implementation=implementation)[1]
         assert lse.max() < -88.7
@@ -203,7 +213,7 @@ class TestNaNsAndCrashes:
             np.testing.assert_allclose(x, y, rtol=1e-3, atol=2e-4 * float(np.abs(y).max()))
 
     def test_a_key_padding_mask(self, implementation: str) -> None:
-        """jax 28974: a mask of shape (B, 1, 1, S) was refused."""
+        """Jax 28974: a mask of shape (B, 1, 1, S) was refused."""
         q, k = normal(2, 4, 2, 4), normal(2, 6, 2, 4, seed=1)
         mask = (np.arange(6) < np.array([[3], [6]]))[:, None, None]
         out = attention(q, k, k, mask=mask, implementation=implementation)
@@ -228,19 +238,25 @@ class TestNaNsAndCrashes:
         """flash-attention 2860: what lies beyond the lengths must not matter, NaN and infinities included."""
         q, k, v = normal(2, 6, 2, 4), normal(2, 8, 2, 4, seed=1), normal(2, 8, 2, 4, seed=2)
         lengths = {"query_seq_lengths": np.array([4, 6], np.int32), "key_value_seq_lengths": np.array([5, 3], np.int32)}
-        clean = attention(q, k, v, implementation=implementation, **lengths), gradients(implementation, q, k, v, **lengths)
+        clean = (
+            attention(q, k, v, implementation=implementation, **lengths),
+            gradients(implementation, q, k, v, **lengths),
+        )
         for b in range(2):
             q[b, lengths["query_seq_lengths"][b] :] = np.nan
             k[b, lengths["key_value_seq_lengths"][b] :] = np.inf
             v[b, lengths["key_value_seq_lengths"][b] :] = np.nan
-        dirty = attention(q, k, v, implementation=implementation, **lengths), gradients(implementation, q, k, v, **lengths)
+        dirty = (
+            attention(q, k, v, implementation=implementation, **lengths),
+            gradients(implementation, q, k, v, **lengths),
+        )
         for x, y in zip(jax.tree.leaves(clean), jax.tree.leaves(dirty), strict=True):
             np.testing.assert_array_equal(x, y)
 
 
 class TestTransforms:
     def test_vmap_over_any_single_operand(self, implementation: str) -> None:
-        """jax 39451, TransformerEngine 2545: vmap was unsupported, or only of all operands at once."""
+        """Jax 39451, TransformerEngine 2545: vmap was unsupported, or only of all operands at once."""
         q, k, v, bias = normal(2, 4, 2, 4), normal(2, 5, 2, 4), normal(2, 5, 2, 4, seed=2), normal(2, 4, 5)
         arrays = [q, k, v, bias]
         function = lambda q, k, v, bias: attention(q, k, v, bias, implementation=implementation)  # noqa: E731
@@ -250,12 +266,13 @@ class TestTransforms:
             assert_close(got, np.stack([function(*arrays[:i], y, *arrays[i + 1 :]) for y in stack]))
 
     def test_remat_names_are_in_the_jaxpr(self, implementation: str) -> None:
-        """jax 26374, axlearn 942, jax 40309: remat repeated the kernel, as its residuals had no names to save."""
+        """Jax 26374, axlearn 942, jax 40309: remat repeated the kernel, as its residuals had no names to save."""
         if implementation == "reference":
             pytest.skip("JAX differentiates the reference: it has no residuals of its own")
         q = normal(1, 4, 2, 4)
         jaxpr = str(jax.make_jaxpr(jax.grad(lambda q: attention(q, q, q, implementation=implementation).sum()))(q))
-        assert "name=jax_fa4_out" in jaxpr and "name=jax_fa4_lse" in jaxpr
+        assert "name=jax_fa4_out" in jaxpr
+        assert "name=jax_fa4_lse" in jaxpr
 
     def test_lse_has_a_gradient(self, implementation: str) -> None:
         """flash-attention 889, 1137: lse was returned without one. The z-loss of a logsumexp needs it."""
@@ -286,10 +303,13 @@ class TestEdges:
         out, lse = attention(
             q, q, q, key_value_seq_lengths=lengths, return_residual=True, implementation=implementation
         )
-        assert not out[0].any() and (np.asarray(lse[0]) == -np.inf).all()
+        assert not out[0].any()
+        assert (np.asarray(lse[0]) == -np.inf).all()
         assert_close(out[1:], naive(q[1:], q[1:], q[1:]))
         for x in gradients(implementation, q, q, q, key_value_seq_lengths=lengths):
-            assert not x[0].any() and x[1].any() and np.isfinite(x).all()
+            assert not x[0].any()
+            assert x[1].any()
+            assert np.isfinite(x).all()
 
     def test_a_bias_of_minus_infinity_hides(self, implementation: str) -> None:
         q = normal(1, 6, 2, 4)
@@ -300,7 +320,9 @@ class TestEdges:
         rows = [0, 1, 3, 4, 5]
         assert_close(out[:, rows], naive(q[:, rows], q, q, np.tri(6, dtype=bool)[rows]))
         dbias = jax.grad(lambda bias: (attention(q, q, q, bias, implementation=implementation) * q).sum())(bias)
-        assert np.isfinite(dbias).all() and not dbias[~np.isfinite(bias)].any() and dbias.any()
+        assert np.isfinite(dbias).all()
+        assert not dbias[~np.isfinite(bias)].any()
+        assert dbias.any()
 
     @pytest.mark.parametrize("size", ["B", "T", "S", "N"])
     def test_sizes_of_0(self, implementation: str, size: str) -> None:
@@ -316,10 +338,13 @@ class TestEdges:
         }
         for extra in ({}, masks):
             out, lse = attention(q, k, v, return_residual=True, implementation=implementation, **extra)
-            assert out.shape == (b, t, n, 3) and lse.shape == (b, t, n)
-            assert not out.any() and (np.asarray(lse) == -np.inf).all()
+            assert out.shape == (b, t, n, 3)
+            assert lse.shape == (b, t, n)
+            assert not out.any()
+            assert (np.asarray(lse) == -np.inf).all()
             got = gradients(implementation, q, k, v, **extra)
-            assert [x.shape for x in got] == [q.shape, k.shape, v.shape] and not any(x.any() for x in got)
+            assert [x.shape for x in got] == [q.shape, k.shape, v.shape]
+            assert not any(x.any() for x in got)
 
     @pytest.mark.parametrize("widths", [(0, 4), (4, 0)], ids=["D", "Dv"])
     def test_head_widths_of_0(self, implementation: str, widths: tuple[int, int]) -> None:
@@ -347,5 +372,8 @@ class TestEdges:
     def test_x64_mode_changes_no_dtype(self, implementation: str) -> None:
         q = normal(1, 4, 2, 4)
         with jax.enable_x64(True):
-            out, lse = attention(q, q, q, query_offset=1, scale=0.5, return_residual=True, implementation=implementation)
-            assert out.dtype == np.float32 and lse.dtype == np.float32
+            out, lse = attention(
+                q, q, q, query_offset=1, scale=0.5, return_residual=True, implementation=implementation
+            )
+            assert out.dtype == np.float32
+            assert lse.dtype == np.float32

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from jax import Array, lax
 from jax.extend import core
+
 from jax_fa4 import CHECKPOINT_NAMES, attention
 
 Arguments = dict[str, Any]
@@ -194,7 +195,9 @@ def test_key_blocks_that_no_row_sees_are_skipped(name: str, backward: bool) -> N
     masks, share = SKIPS[name]
     assert share < 1
     products = executed_products(passes(backward, masks), qkv())
-    assert products <= share * all_products(backward), f"{products / all_products(backward):.3f} of all, not {share:.3f}"
+    assert products <= share * all_products(backward), (
+        f"{products / all_products(backward):.3f} of all, not {share:.3f}"
+    )
 
 
 # Memory

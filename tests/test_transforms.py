@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array, lax
+
 from jax_fa4 import CHECKPOINT_NAMES, attention
 
 IMPLEMENTATIONS = ("tiled", "reference")
@@ -190,7 +191,8 @@ def test_nested_vmap(implementation: str) -> None:
         axes[name] = levels
     names = ("query", "key", "value", "scale", "sinks")
     function = jax.vmap(
-        functools.partial(results, implementation, names), ({n: 0 if inside else None for n, (_, inside) in axes.items()},)
+        functools.partial(results, implementation, names),
+        ({n: 0 if inside else None for n, (_, inside) in axes.items()},),
     )
     got = jax.jit(jax.vmap(function, ({n: 0 if outside else None for n, (outside, _) in axes.items()},)))(arrays)
     single = jitted(results, implementation, names)
@@ -259,6 +261,7 @@ class TestReverseMode:
         skip_reference(implementation)
         arrays = operands()
         for i in range(2):
+
             def part(query: Array, implementation: str, i: int = i) -> Array:
                 x = attend(implementation, arrays | {"query": query})[i]
                 return (jnp.where(x == -jnp.inf, 0, x) * COTANGENTS[i]).sum()
@@ -311,12 +314,25 @@ class TestReverseMode:
         derivative = lambda i: jax.grad(jax.grad(jax.grad(along)))(jnp.float32(0.7), i)  # noqa: E731
         assert_close(derivative(implementation), derivative("reference"), 1e-4)
 
-    def test_gradients_of_linear_transpose_like_uses(self, implementation: str) -> None:
-        """vjp called twice, with a cotangent tree that holds zeros."""
+    def test_deterministic(self, implementation: str) -> None:
+        """Equal calls give bitwise equal gradients, whether or not that is asked for."""
+        arrays = operands()
+
+        def total(floats: Arrays, deterministic: bool) -> Array:
+            rest = {name: x for name, x in arrays.items() if name not in (*FLOATS, "lower", "upper")}
+            out = attention(**floats, **rest, deterministic=deterministic, implementation=implementation)
+            return (out * COTANGENTS[0]).sum()
+
+        floats = {name: arrays[name] for name in FLOATS}
+        gradient = jax.jit(jax.grad(total), static_argnums=1)
+        first = gradient(floats, True)
+        for again in (gradient(floats, True), gradient(floats, False)):
+            jax.tree.map(np.testing.assert_array_equal, again, first)
+
+    def test_pullback_is_linear(self, implementation: str) -> None:
+        """One pullback, of the output's and of lse's cotangents apart and together."""
         q, k = operands()["query"], operands()["key"]
-        (out, lse), pull = jax.vjp(
-            lambda q: attention(q, k, k, implementation=implementation, return_residual=True), q
-        )
+        (out, lse), pull = jax.vjp(lambda q: attention(q, k, k, implementation=implementation, return_residual=True), q)
         (first,), (second,) = pull((out, jnp.zeros_like(lse))), pull((jnp.zeros_like(out), lse))
         (both,) = pull((out, lse))
         assert_close(first + second, both)
@@ -416,7 +432,9 @@ FORWARD_MODE: dict[str, Callable[[Callable[[Array], Array], Array], Array]] = {
     "jvp_of_vmap": lambda f, x: pushforward(jax.vmap(f), jnp.stack([x, x])),
     "jacfwd": lambda f, x: jax.jacfwd(f)(x),
     "vmap_of_jvp": lambda f, x: jax.vmap(functools.partial(pushforward, f))(jnp.stack([x, x])),
-    "vmap_of_jvp_and_tangent": lambda f, x: jax.vmap(lambda x, t: jax.jvp(f, (x,), (t,))[1])(jnp.stack([x, x]), jnp.ones(2)),
+    "vmap_of_jvp_and_tangent": lambda f, x: jax.vmap(lambda x, t: jax.jvp(f, (x,), (t,))[1])(
+        jnp.stack([x, x]), jnp.ones(2)
+    ),
     "jvp_of_grad": lambda f, x: pushforward(jax.grad(f), x),
     "hessian": lambda f, x: jax.hessian(f)(x),
 }
@@ -491,7 +509,9 @@ class TestStaging:
         """The pure-JAX implementations need no custom call."""
         arrays = operands()
         pytest.importorskip("flatbuffers")
-        exported = jax.export.export(jitted(results, implementation, ("query", "key")), platforms=["cpu", "cuda"])(arrays)
+        exported = jax.export.export(jitted(results, implementation, ("query", "key")), platforms=["cpu", "cuda"])(
+            arrays
+        )
         again = jax.export.deserialize(exported.serialize())
         assert_close(again.call(arrays), jitted(results, implementation, ("query", "key"))(arrays))
 
@@ -504,12 +524,15 @@ class TestContexts:
         with jax.enable_x64(True):
             arrays = {n: x.astype(dtype) if n in ("query", "key", "value") else x for n, x in operands().items()}
             got = jax.jit(functools.partial(results, implementation, FLOATS))(arrays)
-        assert got["out"].dtype == dtype and got["lse"].dtype == "float32"
+        assert got["out"].dtype == dtype
+        assert got["lse"].dtype == "float32"
         assert all(got[name].dtype == arrays[name].dtype for name in FLOATS)
         want = jitted(results, implementation, FLOATS)(operands())
         for name, x in want.items():
             tolerance = 4e-2 if dtype == "bfloat16" else 2e-5
-            np.testing.assert_allclose(np.asarray(got[name], np.float32), x, rtol=tolerance, atol=tolerance, err_msg=name)
+            np.testing.assert_allclose(
+                np.asarray(got[name], np.float32), x, rtol=tolerance, atol=tolerance, err_msg=name
+            )
 
     def test_float64_is_computed_in_float64(self, implementation: str) -> None:
         with jax.enable_x64(True):
