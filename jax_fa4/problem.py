@@ -227,7 +227,7 @@ def permute(x: Array, order: Array, axis: int) -> Array:
 def _saturating_add(x: Array, number: int) -> Array:
     """`x + number` in int32, at its ends where the sum lies beyond them."""
     least, most = int(_INT32.min), int(_INT32.max)
-    number = min(max(number, 2 * least), 2 * most)  # beyond which every sum is at an end
+    number = min(max(number, 4 * least), 4 * most)  # every sum beyond is at an end too
     while number:
         part = min(max(number, least), most)
         x = (jnp.minimum(x, most - part) if part > 0 else jnp.maximum(x, least - part)) + np.int32(part)
