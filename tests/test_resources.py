@@ -54,13 +54,18 @@ def executed_products(function: Callable[..., Any], *arguments: Any) -> int:
                     state = call(params["body_jaxpr"], [*given[test:body], *state])
                 return state
             case "scan":
-                consts, carry = np.cumsum([params["num_consts"], params["num_carry"]])
+                # Inputs are constants, state and columns; columns have an axis more outside than inside.
+                inside = getattr(params["jaxpr"], "jaxpr", params["jaxpr"])
+                extra = lambda outer, inner: outer.aval.ndim - inner.aval.ndim  # noqa: E731
+                columns_in = sum(map(extra, eqn.invars, inside.invars))
+                carried = len(eqn.outvars) - sum(map(extra, eqn.outvars, inside.outvars))
+                consts, carry = len(given) - columns_in - carried, len(given) - columns_in
                 state, columns = given[consts:carry], []
                 for i in range(params["length"]):
                     i = params["length"] - 1 - i if params["reverse"] else i
                     results = call(params["jaxpr"], [*given[:consts], *state, *(x[i] for x in given[carry:])])
-                    state = results[: params["num_carry"]]
-                    columns.append(results[params["num_carry"] :])
+                    state = results[:carried]
+                    columns.append(results[carried:])
                 columns = columns[::-1] if params["reverse"] else columns
                 return [*state, *map(jnp.stack, zip(*columns, strict=True))]
             case "cond":
