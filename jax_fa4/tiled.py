@@ -27,13 +27,30 @@ from jax import Array, lax
 
 from jax_fa4 import problem as spec
 
-# A step's logits: enough work to amortise a step's fixed cost (tens of microseconds on a CPU), few enough bytes (4 MiB)
-# to stay in cache between the two matrix products.
-_STEP_LOGITS = 1 << 20
-# Rows (query positions times the heads of a group) and keys of a step: large enough for efficient matrix products,
-# small enough that little of a step lies outside a causal or window mask.
-_STEP_ROWS = 512
-_STEP_KEYS = 256
+
+@dataclasses.dataclass(frozen=True)
+class _Steps:
+    """How large the steps of the loops are, and in which dtype they multiply: what a platform does best.
+
+    Attributes:
+      logits: of one step, at most about. Enough work to hide what a step costs anyway; not more, since this many
+        compute-dtype numbers are held a few times over.
+      rows: query positions times the heads of a group. Enough for efficient matrix products; not more, since what a
+        step computes outside a causal or window mask is wasted.
+      keys: likewise.
+      wide: whether 16-bit operands are widened to the compute dtype before they are multiplied.
+    """
+
+    logits: int
+    rows: int
+    keys: int
+    wide: bool
+
+
+# A CPU pays tens of microseconds for a step, holds 4 MiB in cache between the two products, and multiplies 16-bit
+# matrices slowly. An accelerator pays a dozen kernel launches for a step, and a synchronisation with its host.
+_CPU = _Steps(logits=1 << 20, rows=512, keys=256, wide=True)
+_ACCELERATOR = _Steps(logits=1 << 25, rows=2048, keys=2048, wide=False)
 
 
 def why_not(problem: spec.Problem, operands: spec.Operands, device: jax.Device | None) -> None:
@@ -59,17 +76,10 @@ def backward(
     return _on_platform(functools.partial(_backward, problem, with_bias), operands, out, lse, dout, dlse)
 
 
-def _on_platform(function: Callable[..., Any], operands: spec.Operands, *arguments: Any) -> Any:
-    """Calls `function(matmul_dtype, operands, ...)` with the dtype in which the lowering platform multiplies best.
-
-    CPUs have no fast 16-bit matrix products, so there blocks are widened; accelerators multiply as stored.
-    """
-    stored = operands.query.dtype
-    wide = spec.compute_dtype(stored)
-    if stored == wide:
-        return function(stored, operands, *arguments)
+def _on_platform(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls `function(steps, ...)` with the steps for the platform that is lowered for."""
     return lax.platform_dependent(
-        operands, *arguments, cpu=functools.partial(function, wide), default=functools.partial(function, stored)
+        *arguments, cpu=functools.partial(function, _CPU), default=functools.partial(function, _ACCELERATOR)
     )
 
 
@@ -88,13 +98,13 @@ class _Tiling:
     block_keys: int
 
     @classmethod
-    def of(cls, operands: spec.Operands, batch: int) -> _Tiling:
+    def of(cls, steps: _Steps, operands: spec.Operands, batch: int) -> _Tiling:
         (rows, all_heads), (keys, heads) = operands.query.shape[1:3], operands.key.shape[1:3]
         group = all_heads // heads
-        block_rows = _even_block(rows, max(_STEP_ROWS // group, 8))
-        spare = max(1, _STEP_ROWS // (block_rows * group))
-        block_keys = _even_block(keys, _STEP_KEYS * min(spare, 8))
-        room = max(1, _STEP_LOGITS // (group * block_rows * block_keys))
+        block_rows = _even_block(rows, max(steps.rows // group, 8))
+        spare = max(1, steps.rows // (block_rows * group))
+        block_keys = _even_block(keys, steps.keys * min(spare, 8))
+        room = max(1, steps.logits // (group * block_rows * block_keys))
         chunk_heads = _largest_divisor(heads, room)
         # A chunk of batch elements must be a contiguous piece of every operand that is indexed by `b % length`.
         common = math.gcd(batch, *(x.shape[0] for x in operands if x is not None and x.shape[0] > 1))
@@ -233,11 +243,12 @@ class _Piece(NamedTuple):
     mask: Array | None
 
     @classmethod
-    def of(cls, operands: spec.Operands, tiling: _Tiling, matmul_dtype: np.dtype) -> _Piece:
+    def of(cls, operands: spec.Operands, tiling: _Tiling, wide: bool) -> _Piece:
+        dtype = operands.scale.dtype if wide else operands.query.dtype
         return cls(
-            tiling.split_rows(operands.query.astype(matmul_dtype)),
-            tiling.split_keys(operands.key.astype(matmul_dtype)),
-            tiling.split_keys(operands.value.astype(matmul_dtype)),
+            tiling.split_rows(operands.query.astype(dtype)),
+            tiling.split_keys(operands.key.astype(dtype)),
+            tiling.split_keys(operands.value.astype(dtype)),
             operands.scale.reshape(-1, 1, 1, 1, 1),
             None if operands.bias is None else tiling.split_dense(operands.bias),
             None if operands.mask is None else tiling.split_dense(operands.mask),
@@ -247,11 +258,11 @@ class _Piece(NamedTuple):
         return jax.tree.map(lambda x: tiling.chunk(x, index), self)
 
 
-def _forward(problem: spec.Problem, matmul_dtype: np.dtype, operands: spec.Operands) -> tuple[Array, Array]:
+def _forward(problem: spec.Problem, steps: _Steps, operands: spec.Operands) -> tuple[Array, Array]:
     dtype = spec.compute_dtype(operands.query.dtype)
-    tiling = _Tiling.of(operands, operands.batch)
+    tiling = _Tiling.of(steps, operands, operands.batch)
     bounds = _Bounds.of(problem, operands, tiling)
-    whole = _Piece.of(operands, tiling, matmul_dtype)
+    whole = _Piece.of(operands, tiling, steps.wide)
 
     def over_chunks(chunk: Array) -> tuple[Array, Array]:
         piece = whole.chunk(tiling, chunk)
@@ -296,7 +307,7 @@ def _forward(problem: spec.Problem, matmul_dtype: np.dtype, operands: spec.Opera
 def _backward(
     problem: spec.Problem,
     with_bias: bool,
-    matmul_dtype: np.dtype,
+    steps: _Steps,
     operands: spec.Operands,
     out: Array,
     lse: Array,
@@ -304,8 +315,9 @@ def _backward(
     dlse: Array | None,
 ) -> spec.Gradients:
     dtype = spec.compute_dtype(operands.query.dtype)
-    tiling = _Tiling.of(operands, len(dout))
+    tiling = _Tiling.of(steps, operands, len(dout))
     bounds = _Bounds.of(problem, operands, tiling)
+    whole = _Piece.of(operands, tiling, steps.wide)
 
     some = lse != -jnp.inf
     dout = jnp.where(some[..., None], dout, 0)
@@ -313,11 +325,10 @@ def _backward(
     if dlse is not None:
         delta -= jnp.where(some, dlse, 0).astype(dtype)
     rows = (
-        tiling.split_rows(dout.astype(matmul_dtype)),
+        tiling.split_rows(dout.astype(whole.query.dtype)),
         tiling.split_rows(delta),
         tiling.split_rows(jnp.where(some, lse, jnp.inf)),  # exp(logits - inf) = 0: rows that see nothing give nothing
     )
-    whole = _Piece.of(operands, tiling, matmul_dtype)
     dbias = jnp.zeros(whole.bias.shape, dtype) if with_bias and whole.bias is not None else None
 
     def over_chunks(dbias: Array | None, chunk: Array) -> tuple[Array | None, tuple[Array, ...]]:
