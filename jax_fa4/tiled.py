@@ -368,7 +368,7 @@ def _backward(
             dq = jnp.zeros((*q.shape[:2], q.shape[4], *q.shape[2:4]), dtype)
             dq, *carry = bounds.walk(lower, upper, step, (dq, *carry))
             dq = jnp.moveaxis(dq, 2, 4)
-            dscale = (dq * q).sum((1, 2, 3, 4))
+            dscale = (dq * q.astype(dtype)).sum((1, 2, 3, 4))
             return tuple(carry), ((dq * piece.scale).astype(operands.query.dtype), dscale)
 
         dk, dv = jnp.zeros(piece.key.shape, dtype), jnp.zeros(piece.value.shape, dtype)
