@@ -336,12 +336,12 @@ def _check(
 def _as_array(name: str, x: Any) -> Array:
     try:
         array = jnp.asarray(x)
+        if not hasattr(x, "dtype") and array.dtype == np.int64:  # numbers and lists of them have no width of their own
+            array = jnp.asarray(x, np.int32)
     except OverflowError as error:
         raise ValueError(f"{name} must fit in its dtype, but got {x!r}.") from error
     except (TypeError, ValueError) as error:
         raise TypeError(f"{name} must be an array, but got {_kind(x)}.") from error
-    if not hasattr(x, "dtype") and array.dtype == np.int64:  # numbers and lists of them have no width of their own
-        array = array.astype(np.int32)
     return array
 
 
@@ -460,9 +460,13 @@ def _softcap(softcap: Any, dtype: np.dtype) -> float | None:
         return None
     if not isinstance(softcap, int | float | np.integer | np.floating) or isinstance(softcap, bool):
         raise TypeError(f"softcap must be a positive number, known when tracing, but got {_kind(softcap)}.")
-    if not np.finfo(dtype).tiny <= softcap <= np.finfo(dtype).max:
+    try:
+        cap = float(softcap)
+    except OverflowError:
+        cap = math.inf
+    if not float(np.finfo(dtype).tiny) <= cap <= float(np.finfo(dtype).max):
         raise ValueError(f"softcap must be a positive normal number of {dtype} (None is no cap), but got {softcap!r}.")
-    return float(softcap)
+    return cap
 
 
 def _sinks(sinks: Any, heads: int) -> Array | None:

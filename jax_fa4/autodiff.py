@@ -124,7 +124,6 @@ def _backward_bwd(
     """
     operands, dout, dlse = residuals
     names = [name for name in spec.Gradients._fields if getattr(operands, name) is not None]
-    names = names if with_bias else [name for name in names if name != "bias"]
 
     def gradients(floats: dict[str, Array], dout: Array, dlse: Array | None) -> spec.Gradients:
         def forward(floats: dict[str, Array]) -> tuple[Array, Array]:
@@ -133,7 +132,7 @@ def _backward_bwd(
 
         (_, lse), pullback = jax.vjp(forward, floats)
         (found,) = pullback((dout, jnp.zeros_like(lse) if dlse is None else dlse))
-        return spec.Gradients(**{"bias": None, **found})
+        return spec.Gradients(**{**found, "bias": found["bias"] if with_bias else None})
 
     _, pullback = jax.vjp(gradients, {name: getattr(operands, name) for name in names}, dout, dlse)
     floats, ddout, ddlse = pullback(cotangents)
@@ -251,8 +250,9 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
     )
 
 
-# The identity on operands. Its tangents pass through a second identity that can be transposed but neither run nor
-# batched: reverse mode only ever does the former, forward mode always one of the others.
+# The identity on operands. Its tangents pass through a second identity that can be transposed but neither run, batched
+# nor differentiated: reverse mode only ever does the former, forward mode always one of the others. The operand goes
+# along because a vmap that maps it, and not its tangent, is forward mode too.
 _operand_p = Primitive("jax_fa4_reverse_mode_only")
 _operand_p.def_impl(lambda x: x)
 _operand_p.def_abstract_eval(lambda x: x)
@@ -261,15 +261,17 @@ batching.defvectorized(_operand_p)
 
 _tangent_p = Primitive("jax_fa4_reverse_mode_only_tangent")
 _tangent_p.def_impl(_refuse)
-_tangent_p.def_abstract_eval(lambda tangent: tangent)
+_tangent_p.def_abstract_eval(lambda tangent, operand: tangent)
 mlir.register_lowering(_tangent_p, _refuse)
 batching.primitive_batchers[_tangent_p] = _refuse
-ad.deflinear2(_tangent_p, lambda cotangent, _: [cotangent])
+ad.primitive_jvps[_tangent_p] = _refuse
+ad.primitive_transposes[_tangent_p] = lambda cotangent, tangent, operand: (cotangent, None)
 
 
 def _operand_jvp(primals: tuple[Array], tangents: tuple[Any]) -> tuple[Array, Any]:
-    (tangent,) = tangents
-    return _operand_p.bind(*primals), tangent if isinstance(tangent, ad.Zero) else _tangent_p.bind(tangent)
+    (operand,), (tangent,) = primals, tangents
+    tangent = tangent if isinstance(tangent, ad.Zero) else _tangent_p.bind(tangent, operand)
+    return _operand_p.bind(operand), tangent
 
 
 ad.primitive_jvps[_operand_p] = _operand_jvp

@@ -101,7 +101,9 @@ def row_bounds(problem: Problem, operands: Operands) -> tuple[Array, Array]:
         lower = jnp.zeros_like(position) if low is None else jnp.clip(position + low, 0, keys)
         upper = jnp.full_like(position, keys) if high is None else jnp.clip(position + high, 0, keys)
     else:
-        lower, upper = operands.lower, operands.upper
+        bounds = operands.lower, operands.upper
+        batch = max(map(len, bounds))
+        lower, upper = (jnp.tile(x, (batch // len(x), 1)) for x in bounds)
     seen = lower < upper
     return jnp.where(seen, lower, 0), jnp.where(seen, upper, 0)
 

@@ -171,15 +171,15 @@ class _Tiling:
     def join_rows(self, x: Array) -> Array:
         """(chunk, row block, b, k, g, q, ...) -> (B, T, N, ...)."""
         rest = x.shape[6:]
-        x = x.reshape(-1, self.heads // self.chunk_heads, *x.shape[1:])
+        x = x.reshape(self.batch // self.chunk_batch, self.heads // self.chunk_heads, *x.shape[1:])
         x = x.transpose(0, 3, 2, 6, 1, 4, 5, *range(7, x.ndim))
-        return x.reshape(self.batch, -1, self.heads * self.group, *rest)[:, : self.rows]
+        return x.reshape(self.batch, self.row_blocks * self.block_rows, self.heads * self.group, *rest)[:, : self.rows]
 
     def join_keys(self, x: Array) -> Array:
         """(chunk, b, k, padded S, D) -> (B, S, K, D)."""
-        x = x.reshape(-1, self.heads // self.chunk_heads, *x.shape[1:])
+        x = x.reshape(self.batch // self.chunk_batch, self.heads // self.chunk_heads, *x.shape[1:])
         x = x.transpose(0, 2, 4, 1, 3, 5)
-        return x.reshape(self.batch, -1, self.heads, x.shape[-1])[:, : self.keys]
+        return x.reshape(self.batch, self.key_blocks * self.block_keys, self.heads, x.shape[-1])[:, : self.keys]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -368,7 +368,7 @@ def _backward(
             dq = jnp.zeros((*q.shape[:2], q.shape[4], *q.shape[2:4]), dtype)
             dq, *carry = bounds.walk(lower, upper, step, (dq, *carry))
             dq = jnp.moveaxis(dq, 2, 4)
-            dscale = (dq * q).sum((1, 2, 3, 4))
+            dscale = (dq * q.astype(dtype)).sum((1, 2, 3, 4))
             return tuple(carry), ((dq * piece.scale).astype(operands.query.dtype), dscale)
 
         dk, dv = jnp.zeros(piece.key.shape, dtype), jnp.zeros(piece.value.shape, dtype)

@@ -27,25 +27,6 @@ Arrays = dict[str, Array]
 pytestmark = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
-_BOUNDS = "row bounds of which vmap maps only one"
-NOT_YET = {
-    **{f"test_vmap[{name}-tiled]": _BOUNDS for name in ("pairwise_0", *INTEGERS[:3], "upper")},
-    "test_vmap_of_the_gradient_of_a_bias[pairwise_0-tiled]": _BOUNDS,
-    "test_nested_vmap[tiled]": _BOUNDS,
-    "test_tracer_leaks_and_internal_checks[tiled]": _BOUNDS,
-    "test_mixed_second_derivatives[bias-tiled]": "the derivative by a bias that the gradient left out is wrong",
-    "test_reference_has_it_and_others_say_so[vmap_of_jvp-tiled]": "JAX's own error comes first",
-    "test_strict_dtype_promotion[bfloat16-tiled]": "float32 times bfloat16",
-}
-"""Tests that fail, each with the reason."""
-
-
-@pytest.fixture(autouse=True)
-def _expect_failure_of_what_is_not_done_yet(request: pytest.FixtureRequest) -> None:
-    if reason := NOT_YET.get(request.node.name):
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
-
-
 def operands(*lead: int) -> Arrays:
     """Every array operand of a call, with leading axes to map over; some rows see nothing, few masks hide much."""
     rng = np.random.default_rng(len(lead))
