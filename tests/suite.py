@@ -58,11 +58,12 @@ EXHAUSTIVE: Levels = {
 def pairwise(levels: Levels) -> Iterator[dict[str, Any]]:
     """Combinations that hold every pair of options of every two features, greedily few."""
     rng = random.Random(0)
+    features = [[(feature, i) for i in range(len(options))] for feature, options in enumerate(levels.values())]
+    missing = {pair for one, other in itertools.combinations(features, 2) for pair in itertools.product(one, other)}
 
-    def pairs(options: tuple[int, ...]) -> set[tuple[tuple[int, int], tuple[int, int]]]:
-        return set(itertools.combinations(enumerate(options), 2))
+    def pairs(trial: tuple[int, ...]) -> set[tuple[tuple[int, int], tuple[int, int]]]:
+        return set(itertools.combinations(enumerate(trial), 2))
 
-    missing = set().union(*map(pairs, itertools.product(*(range(len(options)) for options in levels.values()))))
     while missing:
         (a, i), (b, j) = min(missing)
         trials = []
@@ -80,7 +81,9 @@ def exhaustive(levels: Levels) -> Iterator[dict[str, Any]]:
 
 
 def label(choice: Mapping[str, Any]) -> str:
-    return "-".join(f"{name}={option}" for name, option in choice.items() if option not in (None, False)) or "plain"
+    """A short test id: the features that are on."""
+    shown = [f"{name}={option}" for name, option in choice.items() if option is not None and option is not False]
+    return "-".join(shown).replace("=some", "").replace("=True", "") or "plain"
 
 
 def masked(sizes: Sizes, choice: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
