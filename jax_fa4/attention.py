@@ -7,7 +7,6 @@ import functools
 import inspect
 import math
 import operator
-from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import jax
@@ -117,7 +116,7 @@ def attention(
       local_window_size: (left, right), inclusive: row `i` sees keys from `i + query_offset - left` to
         `i + query_offset + right`. None on a side is unbounded, one int means both sides.
       query_offset: int, int32 scalar or (B,); or "end", which is S - T.
-      query_segment_ids: int32 (B, T); a row sees the keys of equal id. Given with `key_value_segment_ids` or not at all.
+      query_segment_ids: int32 (B, T); a row sees the keys of equal id. Both ids are given, or none.
       key_value_segment_ids: int32 (B, S).
       row_bounds: (lower, upper), each int32 (B, T): row `i` sees key positions in `[lower, upper)`.
       softcap: positive number, static.
@@ -129,7 +128,7 @@ def attention(
 
     Returns:
       The output, (B, T, N, Dv) or (T, N, Dv) in query's dtype. With `return_residual`, also lse, the natural-log
-      log-sum-exp of each row's visible logits without sinks: float32 (B, T, N) or (T, N), -inf where nothing is visible.
+      log-sum-exp of each row's visible logits without sinks: float32 (B, T, N) or (T, N), -inf where there are none.
 
     Raises:
       ValueError, TypeError: an argument has a wrong shape, dtype, value or type; raised before compilation.
@@ -153,7 +152,9 @@ def why_not(
 
     Args:
       implementation: a name, or None for the automatic choice.
-      query, key, value: as in `attention`; here every array may be a `jax.ShapeDtypeStruct`.
+      query: as in `attention`; here every array may be a `jax.ShapeDtypeStruct`.
+      key: likewise.
+      value: likewise.
       device: the device to run on; by default the one that JAX would choose.
       **arguments: the other arguments of `attention`.
 
@@ -162,16 +163,18 @@ def why_not(
     """
     bound = inspect.signature(attention).bind(query, key, value, implementation=implementation, **arguments)
     bound.apply_defaults()
-    is_struct = lambda x: isinstance(x, jax.ShapeDtypeStruct)  # noqa: E731
-    leaves, tree = jax.tree.flatten(bound.arguments, is_leaf=is_struct)
+    structs: dict[str, Any] = {}
+    rest: dict[str, Any] = {}
+    for name, x in bound.arguments.items():
+        parts = x if isinstance(x, tuple | list) else [x]
+        (structs if any(isinstance(part, jax.ShapeDtypeStruct) for part in parts) else rest)[name] = x
 
-    def choose(structs: list[Array]) -> None:
-        rest = iter(structs)
-        call, arrays = _check(**jax.tree.unflatten(tree, [next(rest) if is_struct(x) else x for x in leaves]))
-        dispatch.choose(implementation, *_pose(call, arrays), device)
+    def choose(structs: dict[str, Any]) -> None:
+        call, arrays = _check(**structs, **rest)
+        dispatch.choose(call.implementation, *_pose(call, arrays), device)
 
     try:
-        jax.eval_shape(choose, [x for x in leaves if is_struct(x)])
+        jax.eval_shape(choose, structs)
     except (ValueError, TypeError, NotImplementedError) as error:
         return str(error)
     return None
@@ -185,6 +188,7 @@ class _Call:
     left: int | None  # row i sees keys from i + offset - left
     right: int | None  # to i + offset + right, inclusive
     offset: int | None  # None when it is an array
+    default_scale: bool
     softcap: float | None
     deterministic: bool
     implementation: str | None
@@ -217,9 +221,11 @@ def _pose(call: _Call, arrays: dict[str, Any]) -> tuple[spec.Problem, spec.Opera
     batch, rows = arrays["query"].shape[:2]
     keys = arrays["key"].shape[1]
     problem = spec.Problem(softcap=call.softcap, deterministic=call.deterministic)
-    operands = spec.Operands(
-        arrays["query"], arrays["key"], arrays["value"], arrays["scale"], bias=get("bias"), mask=get("mask")
-    )
+    query, key, value = arrays["query"], arrays["key"], arrays["value"]
+    # With a width of 0 every logit is 0, whatever the scale.
+    scale = 1 / math.sqrt(query.shape[3] or 1) if call.default_scale else arrays["scale"]
+    scale = jnp.asarray(scale, spec.compute_dtype(query.dtype)).reshape(1)
+    operands = spec.Operands(query, key, value, scale, bias=get("bias"), mask=get("mask"))
     query_ids, key_ids = get("query_segment_ids"), get("key_value_segment_ids")
     dynamic = ("query_offset", "query_seq_lengths", "key_value_seq_lengths", "row_bounds")
     if query_ids is None and call.offset is not None and all(get(name) is None for name in dynamic):
@@ -228,17 +234,17 @@ def _pose(call: _Call, arrays: dict[str, Any]) -> tuple[spec.Problem, spec.Opera
         return dataclasses.replace(problem, band=spec.static_band(rows, keys, low, high)), operands
     lower, upper = spec.dynamic_bounds(
         (batch, rows, keys),
-        get("query_offset") if call.offset is None else call.offset,
+        arrays["query_offset"] if call.offset is None else call.offset,
         call.left,
         call.right,
         get("query_seq_lengths"),
         get("key_value_seq_lengths"),
         get("row_bounds"),
     )
-    order: tuple[Array | None, Array | None] = (None, None)
-    if query_ids is not None:
-        lower, upper, *order = spec.segment_bounds(query_ids, key_ids, lower, upper)
-    return problem, operands._replace(lower=lower, upper=upper, query_order=order[0], key_order=order[1])
+    if query_ids is not None and key_ids is not None:
+        lower, upper, query_order, key_order = spec.segment_bounds(query_ids, key_ids, lower, upper)
+        operands = operands._replace(query_order=query_order, key_order=key_order)
+    return problem, operands._replace(lower=lower, upper=upper)
 
 
 def _check(
@@ -281,11 +287,11 @@ def _check(
         raise ValueError(f"key's head width must be query's, {width}, but got shape {k.shape}.")
     if v.shape[1:3] != k.shape[1:3]:
         raise ValueError(
-            f"value's length and heads must be key's, {k.shape[1:3]}, but got shape {v.shape}; only its width may differ."
+            f"value's length and heads must be key's, {k.shape[1:3]}, but got shape {v.shape}: only widths may differ."
         )
     if heads % kv_heads if kv_heads else heads:
         raise ValueError(
-            f"query's number of heads must be a multiple of key's and value's, {kv_heads}, but got {heads} (shape {q.shape})."
+            f"query's number of heads must be a multiple of key's and value's, {kv_heads}, but got shape {q.shape}."
         )
     if (query_segment_ids is None) != (key_value_segment_ids is None):
         given, missing = "query_segment_ids", "key_value_segment_ids"
@@ -302,7 +308,7 @@ def _check(
         "query": q,
         "key": k,
         "value": v,
-        "scale": _scale(scale, width, spec.compute_dtype(q.dtype)),
+        "scale": _scale(scale),
         "bias": _dense("bias", bias, (batch, heads, rows, keys)),
         "mask": _dense("mask", mask, (batch, heads, rows, keys)),
         "query_offset": offsets,
@@ -318,7 +324,8 @@ def _check(
         left=left,
         right=right,
         offset=offset,
-        softcap=_softcap(softcap),
+        default_scale=scale is None,
+        softcap=_softcap(softcap, spec.compute_dtype(q.dtype)),
         deterministic=_flag("deterministic", deterministic),
         implementation=implementation,
         return_residual=_flag("return_residual", return_residual),
@@ -329,10 +336,12 @@ def _check(
 def _as_array(name: str, x: Any) -> Array:
     try:
         array = jnp.asarray(x)
+        if not hasattr(x, "dtype") and array.dtype == np.int64:  # numbers and lists of them have no width of their own
+            array = jnp.asarray(x, np.int32)
+    except OverflowError as error:
+        raise ValueError(f"{name} must fit in its dtype, but got {x!r}.") from error
     except (TypeError, ValueError) as error:
         raise TypeError(f"{name} must be an array, but got {_kind(x)}.") from error
-    if not hasattr(x, "dtype") and array.dtype == np.int64:  # numbers and lists of them have no width of their own
-        array = array.astype(np.int32)
     return array
 
 
@@ -368,10 +377,10 @@ def _dense(name: str, x: Any, shape: tuple[int, int, int, int]) -> Array | None:
     array = _as_array(name, x)
     if name == "mask" and array.dtype != np.bool_:
         raise ValueError(f"mask's dtype must be bool, but got {array.dtype}: give additive masks as bias.")
-    if not jnp.issubdtype(array.dtype, np.floating):
-        if jnp.issubdtype(array.dtype, np.complexfloating):
+    if name == "bias" and not jnp.issubdtype(array.dtype, np.floating):
+        if not (jnp.issubdtype(array.dtype, np.integer) or array.dtype == np.bool_):
             raise ValueError(f"bias's dtype must be real, but got {array.dtype}.")
-        array = array if name == "mask" else array.astype(np.float32)
+        array = array.astype(np.float32)
     if array.ndim > 4 or any(
         length not in (1, full) for length, full in zip(array.shape[::-1], shape[::-1], strict=False)
     ):
@@ -388,15 +397,14 @@ def _flag(name: str, x: Any) -> bool:
 def _window(window: Any) -> tuple[int | None, int | None]:
     if window is None:
         return None, None
+    sides = list(window) if isinstance(window, tuple | list) else [window, window]
     try:
-        sides = (operator.index(window),) * 2
+        if any(isinstance(side, bool | np.bool_) for side in sides):
+            raise TypeError
+        sides = [None if side is None else operator.index(side) for side in sides]
     except TypeError:
-        sides = tuple(window) if isinstance(window, Sequence) and not isinstance(window, str) else ()
-    try:
-        sides = tuple(None if side is None else operator.index(side) for side in sides)
-    except TypeError:
-        sides = ()
-    if isinstance(window, bool) or len(sides) != 2:
+        sides = []
+    if len(sides) != 2:
         raise TypeError(
             "local_window_size must be an int or a pair (left, right) of ints or None, known when tracing, "
             f"but got {window!r}."
@@ -437,26 +445,28 @@ def _row_bounds(bounds: Any, shape: tuple[int, int], batched: bool) -> tuple[Arr
     return lower, upper
 
 
-def _scale(scale: Any, width: int, dtype: np.dtype) -> Array:
-    """The scale as (1,); with a width of 0 every logit is 0 whatever the scale."""
+def _scale(scale: Any) -> Array | None:
     if scale is None:
-        scale = 1 / math.sqrt(width) if width else 1.0
+        return None
     array = _as_array("scale", scale)
-    if array.size != 1 or array.ndim > 1 or not jnp.issubdtype(array.dtype, np.number):
-        raise ValueError(f"scale must be a number or a scalar array, but got {array.dtype} of shape {array.shape}.")
-    if jnp.issubdtype(array.dtype, np.complexfloating):
-        raise ValueError(f"scale must be real, but got {array.dtype}.")
-    return array.reshape(1).astype(dtype)
+    real = jnp.issubdtype(array.dtype, np.floating) or jnp.issubdtype(array.dtype, np.integer)
+    if array.size != 1 or array.ndim > 1 or not real:
+        raise ValueError(f"scale must be a real number or scalar array, but got {array.dtype} of shape {array.shape}.")
+    return array
 
 
-def _softcap(softcap: Any) -> float | None:
+def _softcap(softcap: Any, dtype: np.dtype) -> float | None:
     if softcap is None:
         return None
     if not isinstance(softcap, int | float | np.integer | np.floating) or isinstance(softcap, bool):
         raise TypeError(f"softcap must be a positive number, known when tracing, but got {_kind(softcap)}.")
-    if not 0 < float(softcap) < math.inf:
-        raise ValueError(f"softcap must be positive and finite (None is no cap), but got {softcap!r}.")
-    return float(softcap)
+    try:
+        cap = float(softcap)
+    except OverflowError:
+        cap = math.inf
+    if not float(np.finfo(dtype).tiny) <= cap <= float(np.finfo(dtype).max):
+        raise ValueError(f"softcap must be a positive normal number of {dtype} (None is no cap), but got {softcap!r}.")
+    return cap
 
 
 def _sinks(sinks: Any, heads: int) -> Array | None:

@@ -40,7 +40,7 @@ def attend(implementation: ModuleType, problem: spec.Problem, operands: spec.Ope
     if implementation is reference:
         return _forward(implementation, problem, operands)
     guarded = {
-        name: _reverse_mode_only(x)
+        name: _operand_p.bind(x)
         for name, x in operands._asdict().items()
         if x is not None and jnp.issubdtype(x.dtype, jnp.floating)
     }
@@ -85,16 +85,20 @@ def _backward(
     """The gradients with respect to the operands, in their shapes and order."""
     call = functools.partial(_call_backward, implementation, problem, with_bias)
     rows = operands.query_order
-    arguments = (_sort(operands), *(x if rows is None else spec.permute(x, rows, 1) for x in (out, lse, dout, dlse)))
-    gradients = _foldable(call, one_by_one=with_bias)(arguments)
+    arrays = [out, lse, dout, dlse]
+    if rows is not None:
+        arrays = [None if x is None else spec.permute(x, rows, 1) for x in arrays]
+    gradients = _foldable(call, one_by_one=with_bias)((_sort(operands), *arrays))
     scale = gradients.scale.reshape(-1, operands.scale.shape[0]).sum(0).astype(operands.scale.dtype)
     gradients = gradients._replace(scale=scale)
     if operands.query_order is None or operands.key_order is None:
         return gradients
     row, key = jnp.argsort(operands.query_order, axis=1), jnp.argsort(operands.key_order, axis=1)
-    bias = spec.permute(spec.permute(gradients.bias, row, 2), key, 3)
-    if bias is not None and operands.bias is not None and bias.shape != operands.bias.shape:
-        bias = bias.sum(0, keepdims=True)
+    bias = gradients.bias
+    if bias is not None and operands.bias is not None:
+        bias = spec.permute(spec.permute(bias, row, 2), key, 3)
+        # Sorting may have given every batch element a bias of its own.
+        bias = bias if bias.shape == operands.bias.shape else bias.sum(0, keepdims=True)
     return spec.Gradients(
         spec.permute(gradients.query, row, 1),
         spec.permute(gradients.key, key, 1),
@@ -120,7 +124,6 @@ def _backward_bwd(
     """
     operands, dout, dlse = residuals
     names = [name for name in spec.Gradients._fields if getattr(operands, name) is not None]
-    names = names if with_bias else [name for name in names if name != "bias"]
 
     def gradients(floats: dict[str, Array], dout: Array, dlse: Array | None) -> spec.Gradients:
         def forward(floats: dict[str, Array]) -> tuple[Array, Array]:
@@ -129,7 +132,7 @@ def _backward_bwd(
 
         (_, lse), pullback = jax.vjp(forward, floats)
         (found,) = pullback((dout, jnp.zeros_like(lse) if dlse is None else dlse))
-        return spec.Gradients(**{"bias": None, **found})
+        return spec.Gradients(**{**found, "bias": found["bias"] if with_bias else None})
 
     _, pullback = jax.vjp(gradients, {name: getattr(operands, name) for name in names}, dout, dlse)
     floats, ddout, ddlse = pullback(cotangents)
@@ -166,9 +169,9 @@ def _call_backward(
 ) -> spec.Gradients:
     operands, out, lse, dout, dlse = arguments
     if _is_empty(operands):
-        query, key, value = (jnp.zeros((operands.batch, *x.shape[1:]), x.dtype) for x in operands[:3])
+        query, key, value = (jnp.zeros((len(dout), *x.shape[1:]), x.dtype) for x in operands[:3])
         bias = jnp.zeros_like(operands.bias) if with_bias else None
-        return spec.Gradients(query, key, value, jnp.zeros(operands.batch, operands.scale.dtype), bias)
+        return spec.Gradients(query, key, value, jnp.zeros(len(dout), operands.scale.dtype), bias)
     return implementation.backward(problem, operands, out, lse, dout, dlse, with_bias=with_bias)
 
 
@@ -182,12 +185,15 @@ def _sort(operands: spec.Operands) -> spec.Operands:
     rows, keys = operands.query_order, operands.key_order
     if rows is None or keys is None:
         return operands
+    bias, mask = (
+        None if x is None else spec.permute(spec.permute(x, rows, 2), keys, 3) for x in (operands.bias, operands.mask)
+    )
     return operands._replace(
         query=spec.permute(operands.query, rows, 1),
         key=spec.permute(operands.key, keys, 1),
         value=spec.permute(operands.value, keys, 1),
-        bias=spec.permute(spec.permute(operands.bias, rows, 2), keys, 3),
-        mask=spec.permute(spec.permute(operands.mask, rows, 2), keys, 3),
+        bias=bias,
+        mask=mask,
         query_order=None,
         key_order=None,
     )
@@ -209,14 +215,16 @@ def _foldable(function: Callable[[Any], Any], *, one_by_one: bool = False) -> Ca
 
             def one(slices: list[Array]) -> Any:
                 rest = iter(slices)
-                return call(jax.tree.unflatten(tree, [next(rest) if m else x for x, m in zip(leaves, flags, strict=True)]))
+                return call(
+                    jax.tree.unflatten(tree, [next(rest) if m else x for x, m in zip(leaves, flags, strict=True)])
+                )
 
             results = lax.map(one, [x for x, m in zip(leaves, flags, strict=True) if m])
             return results, jax.tree.map(lambda _: True, results)
 
         operands, *rows = arguments
         operands_mapped, *rows_mapped = arguments_mapped
-        lengths = jax.tree.leaves(jax.tree.map(lambda x, m: x.shape[int(m)], operands, operands_mapped))
+        lengths = jax.tree.leaves(jax.tree.map(lambda x, m: x.shape[int(m)], arguments, arguments_mapped))
         batch = 0 if 0 in lengths else max(lengths)
 
         def fold(x: Array, is_mapped: bool) -> Array:
@@ -242,21 +250,28 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
     )
 
 
-# The identity on tangents, which can be transposed but not run: reverse mode only ever does the former.
-_tangent_p = Primitive("jax_fa4_reverse_mode_only")
-_tangent_p.def_abstract_eval(lambda tangent: tangent)
+# The identity on operands. Its tangents pass through a second identity that can be transposed but neither run, batched
+# nor differentiated: reverse mode only ever does the former, forward mode always one of the others. The operand goes
+# along because a vmap that maps it, and not its tangent, is forward mode too.
+_operand_p = Primitive("jax_fa4_reverse_mode_only")
+_operand_p.def_impl(lambda x: x)
+_operand_p.def_abstract_eval(lambda x: x)
+mlir.register_lowering(_operand_p, lambda context, x: [x])
+batching.defvectorized(_operand_p)
+
+_tangent_p = Primitive("jax_fa4_reverse_mode_only_tangent")
 _tangent_p.def_impl(_refuse)
+_tangent_p.def_abstract_eval(lambda tangent, operand: tangent)
 mlir.register_lowering(_tangent_p, _refuse)
-ad.deflinear2(_tangent_p, lambda cotangent, _: [cotangent])
-batching.defvectorized(_tangent_p)
+batching.primitive_batchers[_tangent_p] = _refuse
+ad.primitive_jvps[_tangent_p] = _refuse
+ad.primitive_transposes[_tangent_p] = lambda cotangent, tangent, operand: (cotangent, None)
 
 
-@jax.custom_jvp
-def _reverse_mode_only(x: Array) -> Array:
-    """The identity; differentiating it in forward mode raises TypeError with a sentence."""
-    return x
+def _operand_jvp(primals: tuple[Array], tangents: tuple[Any]) -> tuple[Array, Any]:
+    (operand,), (tangent,) = primals, tangents
+    tangent = tangent if isinstance(tangent, ad.Zero) else _tangent_p.bind(tangent, operand)
+    return _operand_p.bind(operand), tangent
 
 
-@_reverse_mode_only.defjvp
-def _reverse_mode_only_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    return primals[0], _tangent_p.bind(tangents[0])
+ad.primitive_jvps[_operand_p] = _operand_jvp

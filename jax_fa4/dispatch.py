@@ -18,7 +18,7 @@ def find(name: str | None) -> list[ModuleType]:
     """The implementations that `implementation=name` allows, best first; raises ValueError for an unknown name."""
     if name is None:
         return list(_AUTOMATIC.values())
-    if name == "cudnn":
+    if isinstance(name, str) and name == "cudnn":
         raise ValueError(
             "implementation='cudnn' is jax.nn's: call jax.nn.dot_product_attention for it, "
             f"or choose one of {_allowed()}."

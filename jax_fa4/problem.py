@@ -101,7 +101,9 @@ def row_bounds(problem: Problem, operands: Operands) -> tuple[Array, Array]:
         lower = jnp.zeros_like(position) if low is None else jnp.clip(position + low, 0, keys)
         upper = jnp.full_like(position, keys) if high is None else jnp.clip(position + high, 0, keys)
     else:
-        lower, upper = operands.lower, operands.upper
+        bounds = operands.lower, operands.upper
+        batch = max(map(len, bounds))
+        lower, upper = (jnp.tile(x, (batch // len(x), 1)) for x in bounds)
     seen = lower < upper
     return jnp.where(seen, lower, 0), jnp.where(seen, upper, 0)
 
@@ -129,19 +131,24 @@ def dynamic_bounds(
     Args:
       shape: (B, T, S).
       offset: key position of query row 0, an int or int32 of shape () or (B,).
-      left, right: row `i` sees keys from `i + offset - left` to `i + offset + right`, inclusive; None is unbounded.
-      query_lengths, key_lengths: int32 (B,).
-      user: lower and upper, int32 (B, T).
+      left: row `i` sees keys from `i + offset - left`; None is unbounded.
+      right: to `i + offset + right`, inclusive; None is unbounded.
+      query_lengths: int32 (B,) or None; rows from there on see nothing.
+      key_lengths: int32 (B,) or None; keys from there on are hidden.
+      user: lower and upper, int32 (B, T), or None.
 
     Returns:
       lower and upper, int32 (B, T) or (1, T), within [0, S], of rows and keys in the order given.
     """
     _, rows, keys = shape
     position = lax.iota(np.int32, rows)[None]
-    start = jnp.asarray(offset if isinstance(offset, Array) else _clamp(offset), np.int32).reshape(-1, 1)
 
     def diagonal(distance: int) -> Array:
-        return jnp.clip(position + jnp.clip(_saturating_add(start, distance), -rows, keys), 0, keys)
+        """The position `i + offset + distance`, cut to [0, S], computed without wrapping around."""
+        if isinstance(offset, int):
+            return jnp.clip(position + min(max(offset + distance, -rows), keys), 0, keys)
+        start = _saturating_add(offset.reshape(-1, 1), distance)
+        return jnp.clip(position + jnp.clip(start, -rows, keys), 0, keys)
 
     lower = jnp.zeros_like(position) if left is None else diagonal(-left)
     upper = jnp.full_like(position, keys) if right is None else diagonal(right + 1)
@@ -156,17 +163,17 @@ def dynamic_bounds(
     return lower, upper
 
 
-def segment_bounds(
-    query_ids: Array, key_ids: Array, lower: Array, upper: Array
-) -> tuple[Array, Array, Array, Array]:
+def segment_bounds(query_ids: Array, key_ids: Array, lower: Array, upper: Array) -> tuple[Array, Array, Array, Array]:
     """Turns equality of segment ids, intersected with row bounds, into row bounds of sorted rows and sorted keys.
 
     Inside a segment the stable sort keeps keys in order of position, so a row's keys below a position are a prefix of
     its segment: their number is found by binary search for the pair (id, position) among the sorted keys.
 
     Args:
-      query_ids: int32 (B, T). key_ids: int32 (B, S). Any ids, in any order.
-      lower, upper: int32 (B, T) or (1, T) row bounds in key positions.
+      query_ids: int32 (B, T), any ids in any order.
+      key_ids: int32 (B, S), likewise.
+      lower: int32 (B, T) or (1, T), the first key position that a row may see.
+      upper: like `lower`, the key position at which it ends.
 
     Returns:
       `lower` and `upper` in sorted order and `query_order`, `key_order`, the sorting permutations (all int32).
@@ -207,25 +214,24 @@ def segment_bounds(
     return rank(lower), rank(upper), query_order, key_order
 
 
-def permute(x: Array | None, order: Array, axis: int) -> Array | None:
-    """Applies a permutation per batch element, `order` (B, length), along `axis` of x (1 or B, ...); None stays None.
+def permute(x: Array, order: Array, axis: int) -> Array:
+    """Applies a permutation per batch element, `order` (B, length), along `axis` of x (1 or B, ...).
 
     An axis of length 1 is broadcast and stays as it is.
     """
-    if x is None or x.shape[axis] != order.shape[1] or x.shape[axis] == 1:
+    if x.shape[axis] == 1:
         return x
     batch = order.shape[0]
     x = jnp.broadcast_to(x, (batch, *x.shape[1:]))
     return jax.vmap(lambda row, places: jnp.take(row, places, axis=axis - 1, mode="clip"))(x, order)
 
 
-def _clamp(number: int) -> int:
-    return max(int(_INT32.min), min(int(_INT32.max), number))
-
-
 def _saturating_add(x: Array, number: int) -> Array:
-    """`x + number` in int32 without wrapping around."""
-    number = _clamp(number)
-    if number >= 0:
-        return jnp.minimum(x, int(_INT32.max) - number) + np.int32(number)
-    return jnp.maximum(x, int(_INT32.min) - number) + np.int32(number)
+    """`x + number` in int32, at its ends where the sum lies beyond them."""
+    least, most = int(_INT32.min), int(_INT32.max)
+    number = min(max(number, 4 * least), 4 * most)  # every sum beyond is at an end too
+    while number:
+        part = min(max(number, least), most)
+        x = (jnp.minimum(x, most - part) if part > 0 else jnp.maximum(x, least - part)) + np.int32(part)
+        number -= part
+    return x

@@ -21,15 +21,14 @@ def why_not(problem: spec.Problem, operands: spec.Operands, device: jax.Device |
 def forward(problem: spec.Problem, operands: spec.Operands) -> tuple[Array, Array]:
     """Attention of `operands`; returns out (B, T, N, Dv) in query's dtype and lse (B, T, N)."""
     batch = operands.batch
-    dtype = np.dtype(np.float64 if jax.config.jax_enable_x64 else np.float32)
-    q, k, v, scale, lower, upper, bias, mask = (
-        None if x is None else jnp.tile(x, (batch // x.shape[0],) + (1,) * (x.ndim - 1)) for x in operands[:8]
-    )
+    dtype = jnp.promote_types(np.float32, jnp.asarray(0.0).dtype)
+    operands = jax.tree.map(lambda x: jnp.tile(x, (batch // x.shape[0],) + (1,) * (x.ndim - 1)), operands)
+    q, k, v, scale, _, _, bias, mask, _, _ = operands
     _, rows, heads, width = q.shape
     _, keys, kv_heads, _ = k.shape
     group = heads // kv_heads
 
-    lower, upper = spec.row_bounds(problem, operands._replace(lower=lower, upper=upper))
+    lower, upper = spec.row_bounds(problem, operands)
     position = jnp.arange(keys)
     visible = ((position >= lower[..., None]) & (position < upper[..., None]))[:, None]
     if mask is not None:

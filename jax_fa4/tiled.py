@@ -1,11 +1,13 @@
 """`tiled`: FlashAttention in pure JAX, the default wherever no kernel applies.
 
-Both passes walk over chunks of (batch, key/value head), inside them over blocks of query rows, and inside those over the
-key blocks that some row of the block can see: an online softmax forward, and a backward that recomputes probabilities
-from lse. Memory is linear in T + S. Key blocks that every row of a query block sees whole run without mask code.
+Both passes walk over chunks of (batch, key/value head), inside them over blocks of query rows, and inside those over
+the key blocks that some row of the block can see: an online softmax forward, and a backward that recomputes
+probabilities from lse. Memory is linear in T + S. Key blocks that every row of a query block sees whole run without
+mask code.
 
-Sizes: one step works on logits of shape (b, k, g, q, s), the chunk's batch elements and key/value heads, the query heads
-of a group, and the rows and keys of a block.
+Sizes: one step works on logits of shape (b, k, s, g, q): the chunk's batch elements and key/value heads, the keys of a
+block, the query heads of a group, and the rows of a block. Keys come before rows because four of the five matrix
+products of a step then need no transposed copy of the logits, and row statistics broadcast along the fastest axis.
 
 Source: Dao, "FlashAttention-2" (2023), sections 3.1 and 3.2.
 """
@@ -25,13 +27,30 @@ from jax import Array, lax
 
 from jax_fa4 import problem as spec
 
-# A step's logits: enough work to amortise a step's fixed cost (tens of microseconds on a CPU), few enough bytes (4 MiB)
-# to stay in cache between the two matrix products.
-_STEP_LOGITS = 1 << 20
-# Rows (query positions times the heads of a group) and keys of a step: large enough for efficient matrix products, small
-# enough that little of a step lies outside a causal or window mask.
-_STEP_ROWS = 512
-_STEP_KEYS = 256
+
+@dataclasses.dataclass(frozen=True)
+class _Steps:
+    """How large the steps of the loops are, and in which dtype they multiply: what a platform does best.
+
+    Attributes:
+      logits: of one step, at most about. Enough work to hide what a step costs anyway; not more, since this many
+        compute-dtype numbers are held a few times over.
+      rows: query positions times the heads of a group. Enough for efficient matrix products; not more, since what a
+        step computes outside a causal or window mask is wasted.
+      keys: likewise.
+      wide: whether 16-bit operands are widened to the compute dtype before they are multiplied.
+    """
+
+    logits: int
+    rows: int
+    keys: int
+    wide: bool
+
+
+# A CPU pays tens of microseconds for a step, holds 4 MiB in cache between the two products, and multiplies 16-bit
+# matrices slowly. An accelerator pays a dozen kernel launches for a step, and a synchronisation with its host.
+_CPU = _Steps(logits=1 << 20, rows=512, keys=256, wide=True)
+_ACCELERATOR = _Steps(logits=1 << 25, rows=2048, keys=2048, wide=False)
 
 
 def why_not(problem: spec.Problem, operands: spec.Operands, device: jax.Device | None) -> None:
@@ -57,17 +76,10 @@ def backward(
     return _on_platform(functools.partial(_backward, problem, with_bias), operands, out, lse, dout, dlse)
 
 
-def _on_platform(function: Callable[..., Any], operands: spec.Operands, *arguments: Any) -> Any:
-    """Calls `function(matmul_dtype, operands, ...)` with the dtype in which the lowering platform multiplies best.
-
-    CPUs have no fast 16-bit matrix products, so there blocks are widened; accelerators multiply as stored.
-    """
-    stored = operands.query.dtype
-    wide = spec.compute_dtype(stored)
-    if stored == wide:
-        return function(stored, operands, *arguments)
+def _on_platform(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls `function(steps, ...)` with the steps for the platform that is lowered for."""
     return lax.platform_dependent(
-        operands, *arguments, cpu=functools.partial(function, wide), default=functools.partial(function, stored)
+        *arguments, cpu=functools.partial(function, _CPU), default=functools.partial(function, _ACCELERATOR)
     )
 
 
@@ -86,13 +98,13 @@ class _Tiling:
     block_keys: int
 
     @classmethod
-    def of(cls, operands: spec.Operands) -> _Tiling:
-        batch, (rows, all_heads), (keys, heads) = operands.batch, operands.query.shape[1:3], operands.key.shape[1:3]
+    def of(cls, steps: _Steps, operands: spec.Operands, batch: int) -> _Tiling:
+        (rows, all_heads), (keys, heads) = operands.query.shape[1:3], operands.key.shape[1:3]
         group = all_heads // heads
-        block_rows = _even_block(rows, max(_STEP_ROWS // group, 8))
-        spare = max(1, _STEP_ROWS // (block_rows * group))
-        block_keys = _even_block(keys, _STEP_KEYS * min(spare, 8))
-        room = max(1, _STEP_LOGITS // (group * block_rows * block_keys))
+        block_rows = _even_block(rows, max(steps.rows // group, 8))
+        spare = max(1, steps.rows // (block_rows * group))
+        block_keys = _even_block(keys, steps.keys * min(spare, 8))
+        room = max(1, steps.logits // (group * block_rows * block_keys))
         chunk_heads = _largest_divisor(heads, room)
         # A chunk of batch elements must be a contiguous piece of every operand that is indexed by `b % length`.
         common = math.gcd(batch, *(x.shape[0] for x in operands if x is not None and x.shape[0] > 1))
@@ -118,22 +130,23 @@ class _Tiling:
         return _slice(x, 1, index % in_heads * self.chunk_heads, self.chunk_heads)
 
     def block(self, x: Array, row_block: Array, key_block: Array) -> Array:
-        """The block of x (..., 1 or T, 1 or S)."""
-        x = _slice(x, -2, row_block * self.block_rows, self.block_rows)
-        return _slice(x, -1, key_block * self.block_keys, self.block_keys)
+        """The block of a chunk of `split_dense`, in the axes of the logits."""
+        x = _slice(x, 3, row_block * self.block_rows, self.block_rows)
+        return jnp.moveaxis(_slice(x, 4, key_block * self.block_keys, self.block_keys), 4, 2)
 
     def add_block(self, total: Array, x: Array, chunk: Array, row_block: Array, key_block: Array) -> Array:
-        """Adds x (b, k, g, q, s), summed over the axes that `total` broadcasts, to that block of `split_dense`."""
+        """Adds x (b, k, s, g, q), summed over the axes that `total` broadcasts, to that block of `split_dense`."""
+        x = jnp.moveaxis(x, 2, 4)
         x = x.sum([axis for axis in range(5) if total.shape[axis] == 1], keepdims=True)
         in_heads = self.heads // self.chunk_heads
-        starts = (
+        starts: list[Any] = [
             (chunk // in_heads * self.chunk_batch) % total.shape[0],
             chunk % in_heads * self.chunk_heads,
             np.int32(0),
             row_block * self.block_rows,
             key_block * self.block_keys,
-        )
-        starts = tuple(np.int32(0) if length == 1 else start for start, length in zip(starts, total.shape, strict=True))
+        ]
+        starts = [np.int32(0) if length == 1 else start for start, length in zip(starts, total.shape, strict=True)]
         return lax.dynamic_update_slice(total, lax.dynamic_slice(total, starts, x.shape) + x, starts)
 
     def split_rows(self, x: Array) -> Array:
@@ -158,15 +171,15 @@ class _Tiling:
     def join_rows(self, x: Array) -> Array:
         """(chunk, row block, b, k, g, q, ...) -> (B, T, N, ...)."""
         rest = x.shape[6:]
-        x = x.reshape(-1, self.heads // self.chunk_heads, *x.shape[1:])
+        x = x.reshape(self.batch // self.chunk_batch, self.heads // self.chunk_heads, *x.shape[1:])
         x = x.transpose(0, 3, 2, 6, 1, 4, 5, *range(7, x.ndim))
-        return x.reshape(self.batch, -1, self.heads * self.group, *rest)[:, : self.rows]
+        return x.reshape(self.batch, self.row_blocks * self.block_rows, self.heads * self.group, *rest)[:, : self.rows]
 
     def join_keys(self, x: Array) -> Array:
         """(chunk, b, k, padded S, D) -> (B, S, K, D)."""
-        x = x.reshape(-1, self.heads // self.chunk_heads, *x.shape[1:])
+        x = x.reshape(self.batch // self.chunk_batch, self.heads // self.chunk_heads, *x.shape[1:])
         x = x.transpose(0, 2, 4, 1, 3, 5)
-        return x.reshape(self.batch, -1, self.heads, x.shape[-1])[:, : self.keys]
+        return x.reshape(self.batch, self.key_blocks * self.block_keys, self.heads, x.shape[-1])[:, : self.keys]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,13 +212,17 @@ class _Bounds:
 
     def walk(self, lower: Array, upper: Array, step: Callable[..., Any], carry: Any) -> Any:
         """Folds `step(masked, key_block, carry)` over the key blocks that rows with these bounds can see."""
+        if self.tiling.key_blocks == 1:
+            return step(any(self.masked), np.int32(0), carry)
         size = self.tiling.block_keys
         seen = lower < upper
         last_key = np.int32(self.tiling.key_blocks * size)
         first = jnp.where(seen, lower, last_key).min() // size
         last = _ceil_div(jnp.where(seen, upper, 0).max(), size)
         whole_first = jnp.clip(_ceil_div(jnp.where(seen, lower, 0).max(), size), first, jnp.maximum(first, last))
-        whole_last = jnp.clip(jnp.where(seen, upper, last_key).min() // size, whole_first, jnp.maximum(whole_first, last))
+        whole_last = jnp.clip(
+            jnp.where(seen, upper, last_key).min() // size, whole_first, jnp.maximum(whole_first, last)
+        )
         unmasked, masked = functools.partial(step, False), functools.partial(step, True)
         if self.masked == (False, False):
             return lax.fori_loop(first, last, unmasked, carry)
@@ -226,27 +243,26 @@ class _Piece(NamedTuple):
     mask: Array | None
 
     @classmethod
-    def of(cls, operands: spec.Operands, tiling: _Tiling, matmul_dtype: np.dtype) -> _Piece:
+    def of(cls, operands: spec.Operands, tiling: _Tiling, wide: bool) -> _Piece:
+        dtype = operands.scale.dtype if wide else operands.query.dtype
         return cls(
-            tiling.split_rows(operands.query.astype(matmul_dtype)),
-            tiling.split_keys(operands.key.astype(matmul_dtype)),
-            tiling.split_keys(operands.value.astype(matmul_dtype)),
+            tiling.split_rows(operands.query.astype(dtype)),
+            tiling.split_keys(operands.key.astype(dtype)),
+            tiling.split_keys(operands.value.astype(dtype)),
             operands.scale.reshape(-1, 1, 1, 1, 1),
             None if operands.bias is None else tiling.split_dense(operands.bias),
             None if operands.mask is None else tiling.split_dense(operands.mask),
         )
 
     def chunk(self, tiling: _Tiling, index: Array) -> _Piece:
-        return _Piece(*(None if x is None else tiling.chunk(x, index) for x in self))
+        return jax.tree.map(lambda x: tiling.chunk(x, index), self)
 
 
-def _forward(
-    problem: spec.Problem, matmul_dtype: np.dtype, operands: spec.Operands
-) -> tuple[Array, Array]:
+def _forward(problem: spec.Problem, steps: _Steps, operands: spec.Operands) -> tuple[Array, Array]:
     dtype = spec.compute_dtype(operands.query.dtype)
-    tiling = _Tiling.of(operands)
+    tiling = _Tiling.of(steps, operands, operands.batch)
     bounds = _Bounds.of(problem, operands, tiling)
-    whole = _Piece.of(operands, tiling, matmul_dtype)
+    whole = _Piece.of(operands, tiling, steps.wide)
 
     def over_chunks(chunk: Array) -> tuple[Array, Array]:
         piece = whole.chunk(tiling, chunk)
@@ -264,23 +280,23 @@ def _forward(
                 if visible is not None:
                     logits = jnp.where(visible, logits, -jnp.inf)
                     v = _hide_unseen(visible, v)
-                new_top = jnp.maximum(top, logits.max(-1))
-                weights = jnp.exp(logits - new_top[..., None])
+                new_top = jnp.maximum(top, logits.max(2))
+                weights = jnp.exp(logits - new_top[:, :, None])
                 decay = jnp.exp(top - new_top)
-                total = total * decay + weights.sum(-1)
-                product = _einsum("bkgqs,bksd->bkgqd", weights.astype(v.dtype), v)
-                return new_top, total, acc * decay[..., None] + product
+                total = total * decay + weights.sum(2)
+                acc = acc * decay[:, :, None] + _einsum("bksd,bksgq->bkdgq", v, weights.astype(v.dtype))
+                return new_top, total, acc
 
+            rows = q.shape[:-1]
             # The least finite maximum: exp(-inf - top) is then 0 and never NaN, also before any key was seen.
-            top = jnp.full(q.shape[:-1], jnp.finfo(dtype).min, dtype)
-            zeros = jnp.zeros(q.shape[:-1], dtype)
-            acc = jnp.zeros((*q.shape[:-1], piece.value.shape[-1]), dtype)
-            top, total, acc = bounds.walk(lower, upper, step, (top, zeros, acc))
+            top, total = jnp.full(rows, jnp.finfo(dtype).min, dtype), jnp.zeros(rows, dtype)
+            acc = jnp.zeros((*rows[:2], piece.value.shape[-1], *rows[2:]), dtype)
+            top, total, acc = bounds.walk(lower, upper, step, (top, total, acc))
 
             some = (lower < upper) & (total != 0)
             total = jnp.where(some, total, 1)
-            out = jnp.where(some[..., None], acc / total[..., None], 0)
-            return out.astype(operands.query.dtype), jnp.where(some, top + jnp.log(total), -jnp.inf)
+            out = jnp.where(some[:, :, None], acc / total[:, :, None], 0).astype(operands.query.dtype)
+            return jnp.moveaxis(out, 2, 4), jnp.where(some, top + jnp.log(total), -jnp.inf)
 
         return lax.map(over_rows, lax.iota(np.int32, tiling.row_blocks))
 
@@ -291,7 +307,7 @@ def _forward(
 def _backward(
     problem: spec.Problem,
     with_bias: bool,
-    matmul_dtype: np.dtype,
+    steps: _Steps,
     operands: spec.Operands,
     out: Array,
     lse: Array,
@@ -299,8 +315,9 @@ def _backward(
     dlse: Array | None,
 ) -> spec.Gradients:
     dtype = spec.compute_dtype(operands.query.dtype)
-    tiling = _Tiling.of(operands)
+    tiling = _Tiling.of(steps, operands, len(dout))
     bounds = _Bounds.of(problem, operands, tiling)
+    whole = _Piece.of(operands, tiling, steps.wide)
 
     some = lse != -jnp.inf
     dout = jnp.where(some[..., None], dout, 0)
@@ -308,11 +325,10 @@ def _backward(
     if dlse is not None:
         delta -= jnp.where(some, dlse, 0).astype(dtype)
     rows = (
-        tiling.split_rows(dout.astype(matmul_dtype)),
+        tiling.split_rows(dout.astype(whole.query.dtype)),
         tiling.split_rows(delta),
         tiling.split_rows(jnp.where(some, lse, jnp.inf)),  # exp(logits - inf) = 0: rows that see nothing give nothing
     )
-    whole = _Piece.of(operands, tiling, matmul_dtype)
     dbias = jnp.zeros(whole.bias.shape, dtype) if with_bias and whole.bias is not None else None
 
     def over_chunks(dbias: Array | None, chunk: Array) -> tuple[Array | None, tuple[Array, ...]]:
@@ -334,8 +350,8 @@ def _backward(
                 if visible is not None:
                     k, v = _hide_unseen(visible, k), _hide_unseen(visible, v)
                 logits, slope = _logits(problem, piece.scale, q, k, bias)
-                weights = jnp.exp(logits - e[..., None])
-                dlogits = weights * (_einsum("bkgqd,bksd->bkgqs", do, v) - d[..., None])
+                weights = jnp.exp(logits - e[:, :, None])
+                dlogits = weights * (_einsum("bksd,bkgqd->bksgq", v, do) - d[:, :, None])
                 if visible is not None:
                     weights = jnp.where(visible, weights, 0)
                     dlogits = jnp.where(visible, dlogits, 0)
@@ -344,13 +360,15 @@ def _backward(
                 if slope is not None:
                     dlogits = dlogits * slope
                 dlogits = dlogits.astype(k.dtype)
-                dv = _add(dv, _einsum("bkgqs,bkgqd->bksd", weights.astype(do.dtype), do), 2, at)
-                dk = _add(dk, _einsum("bkgqs,bkgqd->bksd", dlogits, q), 2, at)
-                return dq + _einsum("bkgqs,bksd->bkgqd", dlogits, k), dk, dv, dbias
+                dq += _einsum("bksd,bksgq->bkdgq", k, dlogits)
+                dk = _add(dk, _einsum("bksgq,bkgqd->bksd", dlogits, q), 2, at)
+                dv = _add(dv, _einsum("bksgq,bkgqd->bksd", weights.astype(do.dtype), do), 2, at)
+                return dq, dk, dv, dbias
 
-            dq = jnp.zeros(q.shape, dtype)
+            dq = jnp.zeros((*q.shape[:2], q.shape[4], *q.shape[2:4]), dtype)
             dq, *carry = bounds.walk(lower, upper, step, (dq, *carry))
-            dscale = (dq * q).sum((1, 2, 3, 4))
+            dq = jnp.moveaxis(dq, 2, 4)
+            dscale = (dq * q.astype(dtype)).sum((1, 2, 3, 4))
             return tuple(carry), ((dq * piece.scale).astype(operands.query.dtype), dscale)
 
         dk, dv = jnp.zeros(piece.key.shape, dtype), jnp.zeros(piece.value.shape, dtype)
@@ -375,8 +393,8 @@ def _masks(
     bias = visible = None
     if bounds is not None:
         size = tiling.block_keys
-        position = key_block * size + lax.iota(np.int32, size)
-        visible = (position >= bounds[0][..., None]) & (position < bounds[1][..., None])
+        position = (key_block * size + lax.iota(np.int32, size))[:, None, None]
+        visible = (position >= bounds[0][:, :, None]) & (position < bounds[1][:, :, None])
     if piece.mask is not None:
         mask = tiling.block(piece.mask, row_block, key_block)
         visible = mask if visible is None else visible & mask
@@ -390,9 +408,9 @@ def _masks(
 def _logits(
     problem: spec.Problem, scale: Array, query: Array, key: Array, bias: Array | None
 ) -> tuple[Array, Array | None]:
-    """Scaled, capped and biased logits (b, k, g, q, s), and the slope of the cap (None without one)."""
+    """Scaled, capped and biased logits (b, k, s, g, q), and the slope of the cap (None without one)."""
     slope = None
-    logits = _einsum("bkgqd,bksd->bkgqs", query, key) * scale
+    logits = _einsum("bksd,bkgqd->bksgq", key, query) * scale
     if problem.softcap is not None:
         ratio = jnp.tanh(logits / problem.softcap)
         logits, slope = problem.softcap * ratio, 1 - ratio * ratio
@@ -400,8 +418,8 @@ def _logits(
 
 
 def _hide_unseen(visible: Array, x: Array) -> Array:
-    """Zeroes the keys of x (b, k, s, d) that no row of the block sees: what they hold, NaN included, must not matter."""
-    return jnp.where(visible.any((2, 3))[..., None], x, 0)
+    """Zeroes the keys of x (b, k, s, d) that no row of the block sees: what they hold, even NaN, must not matter."""
+    return jnp.where(visible.any((3, 4))[..., None], x, 0)
 
 
 def _einsum(subscripts: str, x: Array, y: Array) -> Array:

@@ -1,0 +1,45 @@
+// The extension module jax_fa4._native: hands the XLA FFI handlers to Python, which registers them
+// (jax_fa4/native.py). Everything else about a handler is beside its definition in csrc/host/.
+
+#include <nanobind/nanobind.h>
+
+#include "csrc/host/probe.h"
+#include "xla/ffi/api/c_api.h"
+
+namespace nb = nanobind;
+
+namespace jax_fa4 {
+namespace {
+
+// The form in which jax.ffi.register_ffi_target takes a handler. The parameter's type is the check
+// that what is wrapped really has an FFI handler's signature; the capsule itself forgets it.
+nb::capsule HandlerCapsule(XLA_FFI_Handler* handler) {
+  return nb::capsule(reinterpret_cast<void*>(handler));
+}
+
+// A target name ends in the version of its operands and attributes: an exported program names the
+// target it calls, so a change to either gets a new name and leaves the old one working.
+nb::dict Registrations() {
+  nb::dict cpu;
+  cpu["jax_fa4_probe_v1"] = HandlerCapsule(&ProbeHandler);
+
+  nb::dict targets_by_platform;
+  targets_by_platform["cpu"] = cpu;
+  return targets_by_platform;
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.doc() = "XLA FFI handlers of jax_fa4; use jax_fa4.native, which registers them.";
+  m.def("registrations",
+        &Registrations,
+        "Returns {platform: {target name: capsule that holds the FFI handler}}.");
+  m.def(
+      "ffi_api_version",
+      [] { return nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); },
+      "Returns the (major, minor) XLA FFI API version of the headers this module was compiled "
+      "with.");
+}
+
+}  // namespace jax_fa4

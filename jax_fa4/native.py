@@ -1,0 +1,66 @@
+"""The compiled extension: loads it on first use and registers its XLA FFI targets with JAX.
+
+Importing this module loads nothing, because the pure-JAX implementations must work where the extension
+cannot. Whoever lowers an FFI call to one of its targets calls `register` first.
+"""
+
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_registration_lock = threading.Lock()
+_registered = False
+
+
+def register() -> None:
+    """Registers every FFI target of the extension with JAX, once per process, from any thread.
+
+    Raises:
+        ImportError: the extension is not installed, or cannot be loaded on this machine.
+    """
+    global _registered
+    # Held while registering, so that no thread returns before the targets can be called.
+    with _registration_lock:
+        if _registered:
+            return
+        try:
+            # In this form a missing extension is a ModuleNotFoundError that carries its name;
+            # `from jax_fa4 import _native` would raise a bare ImportError for every cause alike.
+            import jax_fa4._native as extension
+        except ModuleNotFoundError as error:
+            if error.name != "jax_fa4._native":
+                raise
+            raise ImportError(
+                f"The extension jax_fa4._native is not built beside the imported package in {Path(__file__).parent}: "
+                "install the package with `pip install .` or `pip install -e .`, and if that is done, "
+                "start Python in a directory other than the source tree."
+            ) from error
+        for platform, targets in extension.registrations().items():
+            for name, handler in targets.items():
+                jax.ffi.register_ffi_target(name, handler, platform=platform)
+        _registered = True
+
+
+@jax.jit
+def _call_probe() -> jax.Array:
+    return jax.ffi.ffi_call("jax_fa4_probe_v1", jax.ShapeDtypeStruct((2,), jnp.int32))()
+
+
+def probe() -> tuple[int, int]:
+    """Calls the extension through `jax.jit` on the CPU, as proof that the installed jaxlib accepts its handlers.
+
+    Returns:
+        The (major, minor) version of the XLA FFI API that the extension was compiled against.
+
+    Raises:
+        ImportError: as `register`.
+        RuntimeError: JAX has no CPU backend in this process (for example JAX_PLATFORMS=cuda), or jaxlib refuses
+            the handler because it was compiled against newer FFI headers than jaxlib's own.
+    """
+    register()
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        major, minor = np.asarray(_call_probe()).tolist()
+    return major, minor

@@ -1,0 +1,23 @@
+"""Hypothesis profiles (`HYPOTHESIS_PROFILE=thorough` for many examples), and the reason why `gpu` tests skip."""
+
+from __future__ import annotations
+
+import os
+
+import jax
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+
+# The suite's random test is inherited, which hypothesis would refuse. Examples compile: time says nothing about them.
+_common = settings(deadline=None, suppress_health_check=list(HealthCheck))
+settings.register_profile("quick", _common, max_examples=10, derandomize=True, database=None, phases=[Phase.generate])
+settings.register_profile("thorough", _common, max_examples=500)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if any(device.platform == "gpu" for device in jax.devices()):
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=f"needs a GPU, but JAX sees only {jax.devices()[0].platform}"))

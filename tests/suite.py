@@ -1,0 +1,389 @@
+"""The tests that every implementation passes: subclass `AttentionSuite`, name the implementation, state what it can do.
+
+Every test compares out, lse and the gradients of everything differentiable, pulled back through both, with the oracle.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from cases import CASES, KINDS, Case, Sizes, draw, operands
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jax_fa4 import attention
+
+Levels = Mapping[str, tuple[Any, ...]]
+"""The options of each feature, None where a feature is off."""
+
+# Two query blocks and two key blocks of `tiled`, the second of each partial.
+SIZES = Sizes(batch=2, rows=270, keys=300, heads=4, kv_heads=2, width=8, value_width=8)
+
+MASKS: Levels = {
+    "is_causal": (False, True),
+    "left": (None, 0, 40),
+    "right": (None, 0, 25),
+    "query_seq_lengths": (None, "some"),
+    "key_value_seq_lengths": (None, "some"),
+    "segments": (None, "sorted", "shuffled"),
+    "row_bounds": (None, "some"),
+    "query_offset": (0, -20, "end", "array"),
+    "mask": (None, "some"),
+    "bias": (None, "some"),
+    "softcap": (None, 2.0),
+    "sinks": (None, "some"),
+}
+# What `slow` tests combine in full: of each feature the option that hides most.
+EXHAUSTIVE: Levels = {
+    "is_causal": (False, True),
+    "left": (None, 40),
+    "right": (None, 25),
+    "query_seq_lengths": (None, "some"),
+    "key_value_seq_lengths": (None, "some"),
+    "segments": (None, "shuffled"),
+    "row_bounds": (None, "some"),
+    "query_offset": (0, "end", "array"),
+    "mask": (None, "some"),
+}
+
+
+def pairwise(levels: Levels) -> Iterator[dict[str, Any]]:
+    """Combinations that hold every pair of options of every two features, greedily few."""
+    rng = random.Random(0)
+
+    def pairs(options: tuple[int, ...]) -> set[tuple[tuple[int, int], tuple[int, int]]]:
+        return set(itertools.combinations(enumerate(options), 2))
+
+    missing = set().union(*map(pairs, itertools.product(*(range(len(options)) for options in levels.values()))))
+    while missing:
+        (a, i), (b, j) = min(missing)
+        trials = []
+        for _ in range(50):
+            trial = [rng.randrange(len(options)) for options in levels.values()]
+            trial[a], trial[b] = i, j
+            trials.append(tuple(trial))
+        best = max(trials, key=lambda trial: len(pairs(trial) & missing))
+        missing -= pairs(best)
+        yield {name: options[i] for (name, options), i in zip(levels.items(), best, strict=True)}
+
+
+def exhaustive(levels: Levels) -> Iterator[dict[str, Any]]:
+    return (dict(zip(levels, options, strict=True)) for options in itertools.product(*levels.values()))
+
+
+def label(choice: Mapping[str, Any]) -> str:
+    return "-".join(f"{name}={option}" for name, option in choice.items() if option not in (None, False)) or "plain"
+
+
+def masked(sizes: Sizes, choice: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    """The arguments of `attention` that a choice among levels like `MASKS` stands for, at random."""
+    batch, rows, keys, heads = sizes[:4]
+    integers = functools.partial(rng.integers, dtype=np.int32)
+    arguments: dict[str, Any] = {}
+    for name, option in choice.items():
+        match name, option:
+            case (("left" | "right"), _):
+                arguments["local_window_size"] = choice["left"], choice["right"]
+            case "query_offset", "array":
+                arguments[name] = integers(-rows // 2, keys, batch)
+            case (("is_causal" | "softcap" | "query_offset"), _):
+                arguments[name] = option
+            case _, None:
+                pass
+            case "query_seq_lengths", _:
+                arguments[name] = integers(0, rows + 1, batch)
+            case "key_value_seq_lengths", _:
+                arguments[name] = integers(keys // 2, keys + 1, batch)
+            case "segments", _:
+                ids = [integers(0, 4, (batch, length)) for length in (rows, keys)]
+                ids = [np.sort(x, 1) for x in ids] if option == "sorted" else ids
+                arguments["query_segment_ids"], arguments["key_value_segment_ids"] = ids
+            case "row_bounds", _:
+                centre = integers(0, keys + 1, (batch, rows))
+                arguments[name] = centre - integers(0, keys, (batch, rows)), centre + integers(0, keys, (batch, rows))
+            case "mask", _:
+                arguments[name] = rng.random((batch, 1, rows, keys)) < 0.8
+            case "bias", _:
+                bias = rng.standard_normal((1, heads, rows, keys), np.float32)
+                arguments[name] = np.where(rng.random(bias.shape) < 0.1, -np.inf, bias).astype(np.float32)
+            case "sinks", _:
+                arguments[name] = rng.standard_normal(heads, np.float32)
+    return arguments
+
+
+def run(implementation: str, arguments: Mapping[str, Any], dout: np.ndarray, dlse: np.ndarray) -> dict[str, Any]:
+    """Out, lse and gradients, as `oracle.expect` names them, in one compilation."""
+    arrays = {name: x for name, x in arguments.items() if hasattr(x, "dtype") or name == "row_bounds"}
+    static = {name: x for name, x in arguments.items() if name not in arrays} | {"implementation": implementation}
+    return _run(tuple(static.items()), arrays, dout, dlse)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run(static: tuple[tuple[str, Any], ...], arrays: dict[str, Any], dout: Any, dlse: Any) -> dict[str, Any]:
+    floats = {name: x for name, x in arrays.items() if name != "row_bounds" and jnp.issubdtype(x.dtype, jnp.floating)}
+
+    def call(floats: dict[str, Any]) -> Any:
+        return attention(**{**arrays, **floats}, **dict(static), return_residual=True)
+
+    (out, lse), pull = jax.vjp(call, floats)
+    return {"out": out, "lse": lse, **pull((dout, dlse))[0]}
+
+
+class AttentionSuite:
+    """All tests of one implementation.
+
+    Attributes:
+      implementation: its name.
+      dtypes: those it supports; of others the suite expects a refusal.
+      dense: whether it supports `mask` and `bias`; if not, the suite expects a refusal.
+    """
+
+    implementation: str
+    dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32", "float64")
+    dense: bool = True
+
+    def supports(self, arguments: Mapping[str, Any]) -> bool:
+        is_dense = arguments.get("mask") is not None or arguments.get("bias") is not None
+        return arguments["query"].dtype.name in self.dtypes and (self.dense or not is_dense)
+
+    def check(self, arguments: Mapping[str, Any], *, poison: float | None = None) -> None:
+        """Compares results with the oracle's.
+
+        Args:
+          arguments: of `attention`.
+          poison: a number to plant wherever nothing may depend on it: in keys and values outside of what the rows of a
+            batch element see, and in query rows and cotangents of rows that see nothing.
+        """
+        rng = np.random.default_rng(0)
+        query, value = arguments["query"], arguments["value"]
+        dout = draw("gaussian", (*query.shape[:-1], value.shape[-1]), query.dtype.name, rng)
+        dlse = rng.standard_normal(query.shape[:-1], np.float32)
+        if poison is not None:
+            arguments, dout, dlse = planted(poison, arguments, dout, dlse)
+        with jax.enable_x64(query.dtype == np.float64):
+            if not self.supports(arguments):
+                with pytest.raises(NotImplementedError):
+                    run(self.implementation, arguments, dout, dlse)
+                return
+            got = run(self.implementation, arguments, dout, dlse)
+            oracle.check(got, oracle.expect(arguments, dout, dlse))
+
+    def check_masks(self, choice: Mapping[str, Any], sizes: Sizes = SIZES, **options: Any) -> None:
+        rng = np.random.default_rng(1)
+        self.check(operands(sizes, "float32", rng) | masked(sizes, choice, rng), **options)
+
+    @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+    def test_case(self, case: Case) -> None:
+        self.check(case.arguments(case.small_sizes(), "float32"))
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+    @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+    def test_case_in_dtype(self, case: Case, dtype: str) -> None:
+        self.check(case.arguments(case.small_sizes(), dtype))
+
+    @pytest.mark.parametrize("choice", list(pairwise(MASKS)), ids=label)
+    def test_masks(self, choice: Mapping[str, Any]) -> None:
+        self.check_masks(choice)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("choice", list(exhaustive(EXHAUSTIVE)), ids=label)
+    def test_masks_exhaustively(self, choice: Mapping[str, Any]) -> None:
+        self.check_masks(choice, SIZES._replace(batch=1 if choice["query_offset"] != "array" else 2))
+
+    @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+    def test_dtype(self, dtype: str) -> None:
+        some = dict.fromkeys(("key_value_seq_lengths", "bias", "sinks"), "some")
+        rng = np.random.default_rng(2)
+        sizes = SIZES._replace(value_width=16)
+        arguments = operands(sizes, dtype, rng) | masked(sizes, some | {"left": 60, "right": 60, "softcap": 3.0}, rng)
+        self.check(arguments | {"scale": np.float32(0.4)})
+
+    @pytest.mark.parametrize("zero", [*Sizes._fields, "everything"])
+    def test_zero_size(self, zero: str) -> None:
+        sizes = Sizes(2, 3, 5, 4, 2, 8, 6)
+        match zero:
+            case "heads" | "kv_heads":
+                sizes = sizes._replace(heads=0, kv_heads=0 if zero == "kv_heads" else 2)
+            case "everything":
+                sizes = Sizes(*[0] * 7)
+            case _:
+                sizes = sizes._replace(**{zero: 0})
+        some = dict.fromkeys(("key_value_seq_lengths", "bias", "sinks"), "some")
+        self.check_masks({"is_causal": True, "segments": "sorted"} | some, sizes)
+
+    @pytest.mark.parametrize(
+        "sizes",
+        [
+            Sizes(1, 1, 1, 1, 1, 1, 1),
+            Sizes(3, 1, 11, 6, 2, 5, 7),
+            Sizes(2, 13, 1, 5, 1, 3, 1),
+            Sizes(1, 7, 5, 3, 3, 1, 11),
+            Sizes(5, 17, 19, 14, 7, 13, 2),
+            Sizes(1, 131, 257, 11, 1, 2, 3),
+        ],
+        ids=lambda sizes: "x".join(map(str, sizes)),
+    )
+    def test_odd_size(self, sizes: Sizes) -> None:
+        self.check_masks({"is_causal": True, "left": 100, "right": None, "query_offset": "end"}, sizes)
+
+    @pytest.mark.parametrize(
+        ("rows", "keys"),
+        [(255, 257), (256, 256), (257, 255), (511, 513), (512, 512), (513, 511), (1000, 1023), (1025, 1000), (1, 2049)],
+    )
+    def test_block_boundary(self, rows: int, keys: int) -> None:
+        sizes = Sizes(1, rows, keys, 1, 1, 8, 8)
+        self.check_masks({"left": 100, "right": 1, "query_offset": "end"}, sizes)
+
+    def test_unbatched(self) -> None:
+        arguments = operands(SIZES._replace(batch=1), "float32", np.random.default_rng(3))
+        self.check({name: x[0] for name, x in arguments.items()} | {"local_window_size": 30, "query_offset": "end"})
+
+    def test_segments_in_any_order(self) -> None:
+        """Keys in segment order 0, 1, 2, rows in order 2, 0, 1: the rows that see a key block are not contiguous."""
+        arguments = operands(SIZES, "float32", np.random.default_rng(4))
+        query_ids = np.repeat(np.array([[2, 0, 1], [7, -5, 9]], np.int32), SIZES.rows // 3, 1)
+        key_ids = np.repeat(np.array([[0, 1, 2], [-5, 7, 8]], np.int32), SIZES.keys // 3, 1)
+        self.check(arguments | {"query_segment_ids": query_ids, "key_value_segment_ids": key_ids})
+
+    def test_row_bounds_in_any_order(self) -> None:
+        """Bounds that jump back and forth, cross, and leave the keys; among them rows that see nothing."""
+        arguments = operands(SIZES, "float32", np.random.default_rng(5))
+        row = np.arange(SIZES.rows, dtype=np.int32)
+        lower = np.stack([280 - row, row * 37 % 310 - 5])
+        upper = np.stack([290 - row // 2, row * 53 % 400 - 50])
+        self.check(arguments | {"row_bounds": (lower, upper)})
+
+    def test_rows_that_see_nothing(self) -> None:
+        """Whole batch elements, whole query blocks and single rows, under a soft cap, a bias and sinks."""
+        arguments = operands(SIZES, "float32", np.random.default_rng(6))
+        bias = np.zeros((1, SIZES.heads, SIZES.rows, 1), np.float32)
+        bias[0, 1, 7] = bias[0, 2, 200] = -np.inf
+        arguments |= {"query_seq_lengths": np.array([140, 270], np.int32), "softcap": 5.0, "bias": bias}
+        arguments |= {"key_value_seq_lengths": np.array([300, 0], np.int32), "sinks": np.ones(SIZES.heads, np.float32)}
+        self.check(arguments)
+        self.check(arguments, poison=np.nan)
+
+    @pytest.mark.parametrize("poison", [np.nan, np.inf])
+    @pytest.mark.parametrize(
+        "choice",
+        [
+            {"is_causal": True, "query_offset": -30},
+            {"left": 20, "right": 0, "query_offset": 150},
+            {"query_seq_lengths": "some", "key_value_seq_lengths": "some", "row_bounds": "some"},
+            {"segments": "shuffled", "key_value_seq_lengths": "some", "left": 20, "right": 20, "sinks": "some"},
+            {"key_value_seq_lengths": "some", "mask": "some", "bias": "some", "softcap": 2.0},
+        ],
+        ids=label,
+    )
+    def test_unseen_values_do_not_matter(self, choice: Mapping[str, Any], poison: float) -> None:
+        self.check_masks(choice, poison=poison)
+
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_data(self, kind: str, dtype: str) -> None:
+        """As trained models make it. The length is 64 modulo 128, where a peer's gradients were NaN."""
+        sizes = Sizes(2, 320, 320, 2, 1, 64, 64)
+        self.check(operands(sizes, dtype, np.random.default_rng(7), kind) | {"is_causal": True})
+
+    @pytest.mark.parametrize("kind", ["outliers", "huge_logits", "near_constant"])
+    def test_data_under_a_soft_cap(self, kind: str) -> None:
+        sizes = Sizes(2, 320, 320, 2, 1, 64, 64)
+        self.check(operands(sizes, "float32", np.random.default_rng(8), kind) | {"softcap": 20.0})
+
+    def test_head_width_256(self) -> None:
+        """On data with outliers, where a peer's query gradients were wrong for every batch element but the first."""
+        sizes = Sizes(2, 200, 200, 2, 2, 256, 256)
+        self.check(operands(sizes, "float32", np.random.default_rng(9), "outliers"))
+
+    @pytest.mark.parametrize("scale", [0.0, -0.7, 1, np.float32(0), np.float32(-0.7), np.ones(1, np.float16)], ids=repr)
+    def test_scale(self, scale: Any) -> None:
+        """Python numbers are static, arrays are traced and differentiated."""
+        sizes = SIZES._replace(batch=1)
+        self.check(operands(sizes, "float32", np.random.default_rng(10)) | {"is_causal": True, "scale": scale})
+
+    @pytest.mark.parametrize(
+        "shape",
+        [
+            (),
+            (300,),
+            (270, 1),
+            (4, 1, 1),
+            (4, 270, 300),
+            (2, 1, 1, 1),
+            (2, 1, 1, 300),
+            (1, 1, 270, 300),
+            (2, 4, 1, 300),
+            (2, 4, 270, 1),
+            (2, 4, 270, 300),
+        ],
+        ids=str,
+    )
+    def test_bias_shape(self, shape: tuple[int, ...]) -> None:
+        rng = np.random.default_rng(11)
+        bias = np.asarray(rng.standard_normal(shape), np.float32)
+        lengths = np.array([300, 200], np.int32)
+        self.check(operands(SIZES, "float32", rng) | {"bias": bias, "key_value_seq_lengths": lengths})
+
+    @pytest.mark.parametrize("shape", [(), (300,), (270, 1), (2, 1, 1, 300), (1, 4, 270, 300)], ids=str)
+    def test_mask_shape(self, shape: tuple[int, ...]) -> None:
+        rng = np.random.default_rng(12)
+        self.check(operands(SIZES, "float32", rng) | {"mask": rng.random(shape) < 0.5, "is_causal": True})
+
+    def test_bias_in_bfloat16(self) -> None:
+        rng = np.random.default_rng(13)
+        bias = draw("gaussian", (2, 1, 270, 300), "bfloat16", rng)
+        self.check(operands(SIZES, "bfloat16", rng) | {"bias": bias})
+
+    def test_sinks(self) -> None:
+        """Sinks of -inf take no part, huge ones take nearly everything; rows that see nothing stay zero."""
+        sinks = np.array([-np.inf, -3, 0.5, 40], np.float32)
+        arguments = operands(SIZES, "float32", np.random.default_rng(14))
+        self.check(arguments | {"sinks": sinks, "is_causal": True, "query_offset": -20})
+
+    @given(st.data())
+    def test_random(self, data: st.DataObject) -> None:
+        """Random sizes, masks, dtypes and data; few of each size, so that compilations are shared."""
+        pick = lambda options: data.draw(st.sampled_from(options))  # noqa: E731
+        kv_heads = pick((1, 2, 3))
+        sizes = Sizes(
+            batch=pick((1, 2)),
+            rows=pick((1, 5, 64, 300)),
+            keys=pick((1, 3, 100, 520)),
+            heads=kv_heads * pick((1, 2, 5)),
+            kv_heads=kv_heads,
+            width=pick((1, 8, 40)),
+            value_width=pick((1, 8, 24)),
+        )
+        features = data.draw(st.sets(st.sampled_from(list(MASKS)), max_size=5))
+        choice = {"left": None, "right": None} | {name: pick(MASKS[name][1:]) for name in MASKS if name in features}
+        rng = np.random.default_rng(data.draw(st.integers(0, 9)))
+        dtype = pick([dtype for dtype in self.dtypes if dtype != "float64"])
+        arguments = operands(sizes, dtype, rng, pick(list(KINDS))) | masked(sizes, choice, rng)
+        self.check(arguments, poison=pick((None, np.nan)))
+
+
+def planted(
+    poison: float, arguments: Mapping[str, Any], dout: np.ndarray, dlse: np.ndarray
+) -> tuple[dict[str, Any], np.ndarray, np.ndarray]:
+    """The arguments and cotangents of a batched call with a poison wherever nothing may depend on it."""
+    seen = oracle.visible(arguments)
+    keys_seen = seen.any((1, 2))
+    hull = np.maximum.accumulate(keys_seen, 1) & np.maximum.accumulate(keys_seen[:, ::-1], 1)[:, ::-1]
+    rows_seen = seen.any(3).swapaxes(1, 2)
+
+    def plant(keep: np.ndarray, x: np.ndarray) -> np.ndarray:
+        return np.where(keep.reshape(*keep.shape, *[1] * (x.ndim - keep.ndim)), x, np.asarray(poison, x.dtype))
+
+    keeps = {"query": rows_seen, "key": hull, "value": hull}
+    operands = {name: plant(keep, arguments[name]) for name, keep in keeps.items()}
+    return {**arguments, **operands}, plant(rows_seen, dout), plant(rows_seen, dlse)

@@ -1,0 +1,7 @@
+"""The suite on `reference`."""
+
+from suite import AttentionSuite
+
+
+class TestReference(AttentionSuite):
+    implementation = "reference"

@@ -1,0 +1,7 @@
+"""The suite on `tiled`."""
+
+from suite import AttentionSuite
+
+
+class TestTiled(AttentionSuite):
+    implementation = "tiled"

@@ -1,0 +1,606 @@
+"""Every transformation of JAX, applied to `attention`, gives what un-transformed calls give."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array, lax
+
+from jax_fa4 import CHECKPOINT_NAMES, attention
+
+IMPLEMENTATIONS = ("tiled", "reference")
+M, B, T, S, N, K, D, Dv = 3, 2, 4, 6, 4, 2, 4, 3
+FLOATS = ("query", "key", "value", "bias", "scale", "sinks")
+INTEGERS = ("query_seq_lengths", "key_value_seq_lengths", "query_offset", "query_segment_ids", "key_value_segment_ids")
+OPERANDS = (*FLOATS, "mask", *INTEGERS, "lower", "upper")
+
+Arrays = dict[str, Array]
+
+pytestmark = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+
+
+def operands(*lead: int) -> Arrays:
+    """Every array operand of a call, with leading axes to map over; some rows see nothing, few masks hide much."""
+    rng = np.random.default_rng(len(lead))
+    normal = lambda *shape: rng.standard_normal((*lead, *shape), np.float32)  # noqa: E731
+    integers = lambda low, high, *shape: rng.integers(low, high, (*lead, *shape), np.int32)  # noqa: E731
+    found = {
+        "query": normal(B, T, N, D),
+        "key": normal(B, S, K, D),
+        "value": normal(B, S, K, Dv),
+        "bias": normal(N, T, S),
+        "scale": normal(),
+        "sinks": normal(N),
+        "mask": rng.random((*lead, B, 1, T, S)) < 0.8,
+        "query_seq_lengths": integers(T - 1, T + 1, B),
+        "key_value_seq_lengths": integers(S - 2, S + 1, B),
+        "query_offset": integers(0, 3, B),
+        "query_segment_ids": integers(0, 2, B, T),
+        "key_value_segment_ids": integers(0, 2, B, S),
+        "lower": integers(0, 2, B, T),
+        "upper": integers(S - 1, S + 1, B, T),
+    }
+    return {name: jnp.asarray(x) for name, x in found.items()}
+
+
+COTANGENTS = jax.tree.map(jnp.asarray, (
+    np.random.default_rng(5).standard_normal((B, T, N, Dv), np.float32),
+    np.random.default_rng(6).standard_normal((B, T, N), np.float32),
+))  # fmt: skip
+
+
+def attend(implementation: str, arrays: Mapping[str, Array]) -> tuple[Array, Array]:
+    arrays = dict(arrays)
+    bounds = arrays.pop("lower"), arrays.pop("upper")
+    return attention(
+        **arrays, row_bounds=bounds, is_causal=True, softcap=3.0, implementation=implementation, return_residual=True
+    )
+
+
+def loss(implementation: str, arrays: Mapping[str, Array]) -> Array:
+    """A scalar that depends on out and lse; -inf, the lse of rows that see nothing, is left out."""
+    out, lse = attend(implementation, arrays)
+    return (out * COTANGENTS[0]).sum() + (jnp.where(lse == -jnp.inf, 0, lse) * COTANGENTS[1]).sum()
+
+
+def results(implementation: str, names: tuple[str, ...], arrays: Mapping[str, Array]) -> Arrays:
+    """Out, lse and the gradients of the named operands."""
+    rest = {name: x for name, x in arrays.items() if name not in names}
+    floats = {name: arrays[name] for name in names}
+    (out, lse), pull = jax.vjp(lambda floats: attend(implementation, floats | rest), floats)
+    return {"out": out, "lse": lse} | pull((COTANGENTS[0].astype(out.dtype), COTANGENTS[1]))[0]
+
+
+def skip_reference(implementation: str) -> None:
+    if implementation == "reference":
+        pytest.skip("the others are compared with it")
+
+
+@functools.cache
+def jitted(function: Callable[..., Any], *static: Any) -> Callable[..., Any]:
+    return jax.jit(functools.partial(function, *static))
+
+
+def assert_close(got: Any, want: Any, tolerance: float = 2e-5) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for (path, x), y in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype), path
+        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance, err_msg=jax.tree_util.keystr(path))
+
+
+# vmap
+
+
+def covering_array() -> list[frozenset[str]]:
+    """Seven subsets of 14 operands such that any two occur in all four ways: both, either one, neither.
+
+    Kleitman and Spencer, "Families of k-independent sets" (1973): operand i is in subset j + 1 if j is in the i-th
+    four-element subset of six; subset 0 is empty and, as nothing is mapped there, gives way to the set of all.
+    """
+    members = list(itertools.combinations(range(6), 4))[: len(OPERANDS)]
+    return [frozenset(name for name, m in zip(OPERANDS, members, strict=True) if j in m) for j in range(6)]
+
+
+PATTERNS = {
+    "everything": frozenset(OPERANDS),
+    **{f"pairwise_{j}": names for j, names in enumerate(covering_array())},
+    **{name: frozenset({name}) for name in OPERANDS},
+}
+
+
+def per_element(axes: Mapping[str, int | None], stacked: Arrays) -> Iterator[Arrays]:
+    """The arguments of each element of a mapped axis."""
+    for i in range(M):
+        yield {n: x if axes[n] is None else jnp.take(x, i, axis=axes[n]) for n, x in stacked.items()}
+
+
+def mapped(names: frozenset[str]) -> tuple[dict[str, int | None], Arrays]:
+    """Axes to map, of every position and sign, and arrays that have them."""
+    axes: dict[str, int | None] = dict.fromkeys(OPERANDS)
+    arrays, stacks = operands(), operands(M)
+    for i, name in enumerate(OPERANDS):
+        if name in names:
+            ndim = stacks[name].ndim
+            axes[name] = (0, -1, ndim // 2, -ndim)[i % 4]
+            arrays[name] = jnp.moveaxis(stacks[name], 0, axes[name])
+    return axes, arrays
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_vmap(implementation: str, pattern: str) -> None:
+    """Forward and vmap(grad), the batch inside being 2; the bias's gradient has its own tests."""
+    if implementation == "reference" and pattern in OPERANDS:
+        pytest.skip("plain JAX: the pairwise patterns are enough")
+    axes, arrays = mapped(PATTERNS[pattern])
+    names = tuple(name for name in FLOATS if name != "bias")
+    single = jitted(results, implementation, names)
+    want = [single(one) for one in per_element(axes, arrays)]
+    got = jax.jit(jax.vmap(functools.partial(results, implementation, names), (axes,)))(arrays)
+    assert_close(got, jax.tree.map(lambda *x: jnp.stack(x), *want))
+
+
+@pytest.mark.parametrize("pattern", ["everything", "pairwise_0", "bias", "query", "mask", "query_segment_ids"])
+def test_vmap_of_the_gradient_of_a_bias(implementation: str, pattern: str) -> None:
+    axes, arrays = mapped(PATTERNS[pattern])
+    single = jitted(results, implementation, ("query", "bias"))
+    want = [single(one) for one in per_element(axes, arrays)]
+    got = jax.jit(jax.vmap(functools.partial(results, implementation, ("query", "bias")), (axes,)))(arrays)
+    assert_close(got, jax.tree.map(lambda *x: jnp.stack(x), *want))
+
+
+@pytest.mark.parametrize("pattern", ["everything", "pairwise_1", "pairwise_4", "query"])
+def test_grad_of_vmap(implementation: str, pattern: str) -> None:
+    """Operands that are not mapped get the sum of the elements' gradients."""
+    axes, arrays = mapped(PATTERNS[pattern])
+
+    def total(floats: Arrays, rest: Arrays) -> Array:
+        return jax.vmap(functools.partial(loss, implementation), (axes,))(floats | rest).sum()
+
+    floats = {name: arrays[name] for name in FLOATS}
+    got = jax.jit(jax.grad(total))(floats, {n: x for n, x in arrays.items() if n not in floats})
+    single = jitted(results, implementation, FLOATS)
+    want = [single(one) for one in per_element(axes, arrays)]
+    for name in FLOATS:
+        x = jnp.stack([one[name] for one in want])
+        x = x.sum(0) if axes[name] is None else jnp.moveaxis(x, 0, axes[name])
+        np.testing.assert_allclose(got[name], x, rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+def test_nested_vmap(implementation: str) -> None:
+    """Different operands at each level, some at both."""
+    outer = {"query", "bias", "scale", "query_segment_ids", "key_value_seq_lengths", "lower"}
+    inner = {"query", "value", "mask", "scale", "query_offset", "sinks"}
+    both, one, plain = operands(M, 2), operands(2), operands()
+    arrays, axes = {}, {}
+    for name in OPERANDS:
+        levels = (name in outer, name in inner)
+        arrays[name] = {
+            (True, True): both[name],
+            (True, False): both[name][:, 0],
+            (False, True): one[name],
+            (False, False): plain[name],
+        }[levels]
+        axes[name] = levels
+    names = ("query", "key", "value", "scale", "sinks")
+    function = jax.vmap(
+        functools.partial(results, implementation, names),
+        ({n: 0 if inside else None for n, (_, inside) in axes.items()},),
+    )
+    got = jax.jit(jax.vmap(function, ({n: 0 if outside else None for n, (outside, _) in axes.items()},)))(arrays)
+    single = jitted(results, implementation, names)
+    for i, j in itertools.product(range(M), range(2)):
+        pick = {n: x[(i,) * outside + (j,) * inside] for (n, x), (outside, inside) in zip(
+            arrays.items(), axes.values(), strict=True)}  # fmt: skip
+        assert_close(jax.tree.map(lambda x, i=i, j=j: x[i, j], got), single(pick))
+
+
+@pytest.mark.parametrize("size", [0, 1])
+@pytest.mark.parametrize("names", [("query", "key", "value"), ("query", "bias")], ids="-".join)
+def test_vmap_over_axes_of_length_0_and_1(implementation: str, size: int, names: tuple[str, ...]) -> None:
+    axes = {name: 0 if name in names else None for name in OPERANDS}
+    arrays = {n: x if axes[n] is None else jnp.stack([x] * size) if size else jnp.zeros((0, *x.shape)) for n, x in
+              operands().items()}  # fmt: skip
+    got = jax.jit(jax.vmap(functools.partial(results, implementation, names), (axes,)))(arrays)
+    want = jitted(results, implementation, names)(operands())
+    if size:
+        assert_close(got, jax.tree.map(lambda x: x[None], want))
+    else:
+        assert jax.tree.map(jnp.shape, got) == jax.tree.map(lambda x: (0, *x.shape), want)
+
+
+def test_vmap_out_axes_and_axis_name(implementation: str) -> None:
+    query = operands(M)["query"]
+    rest = operands() | {"query": None}
+    function = lambda query: attend(implementation, rest | {"query": query})  # noqa: E731
+    out, lse = jax.vmap(function, out_axes=(-1, 1), spmd_axis_name="x")(query)
+    want = [jitted(attend, implementation)(rest | {"query": one}) for one in query]
+    assert_close(jnp.moveaxis(out, -1, 0), jnp.stack([one[0] for one in want]))
+    assert_close(jnp.moveaxis(lse, 1, 0), jnp.stack([one[1] for one in want]))
+
+
+def test_unbatched_calls_under_vmap_over_heads(implementation: str) -> None:
+    """As Equinox calls attention: each head a call of its own, of (T, 1, D)."""
+    query, key = operands()["query"][0], operands()["key"][0][:, :1]
+    one_head = lambda q: attention(q[:, None], key, key, is_causal=True, implementation=implementation)[:, 0]  # noqa: E731
+    want = attention(query, key, key, is_causal=True, implementation=implementation)
+    assert_close(jax.vmap(one_head, 1, 1)(query), want)
+
+
+class TestReverseMode:
+    def test_value_and_grad(self, implementation: str) -> None:
+        """All implementations agree, and value_and_grad's value is the function's."""
+        skip_reference(implementation)
+        arrays = operands()
+        floats, rest = {n: arrays[n] for n in FLOATS}, {n: x for n, x in arrays.items() if n not in FLOATS}
+        value, got = jax.jit(jax.value_and_grad(lambda floats: loss(implementation, floats | rest)))(floats)
+        assert_close(value, loss("reference", arrays))
+        want = jitted(results, "reference", FLOATS)(arrays)
+        assert_close(got, {name: want[name] for name in FLOATS})
+        for name in FLOATS:
+            assert got[name].any(), f"{name} has no gradient, so that this test would prove nothing"
+
+    @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+    def test_jacrev(self, implementation: str, jit: bool) -> None:
+        """A vmap over the cotangent only."""
+        query, key = operands()["query"][:, :2], operands()["key"][:, :3]
+        function = jax.jacrev(lambda q: attention(q, key, key, implementation=implementation))
+        got = (jax.jit(function) if jit else function)(query)
+        _, pull = jax.vjp(lambda q: attention(q, key, key, implementation=implementation), query)
+        rows = [pull(jnp.zeros(query.size).at[i].set(1).reshape(query.shape))[0] for i in range(query.size)]
+        assert_close(got, jnp.stack(rows).reshape(query.shape * 2))
+
+    def test_only_lse_or_only_out_is_used(self, implementation: str) -> None:
+        skip_reference(implementation)
+        arrays = operands()
+        for i in range(2):
+
+            def part(query: Array, implementation: str, i: int = i) -> Array:
+                x = attend(implementation, arrays | {"query": query})[i]
+                return (jnp.where(x == -jnp.inf, 0, x) * COTANGENTS[i]).sum()
+
+            got, want = (jax.grad(part)(arrays["query"], name) for name in (implementation, "reference"))
+            assert_close(got, want)
+            assert got.any()
+
+    @pytest.mark.parametrize("names", [FLOATS, pytest.param(("query",), marks=pytest.mark.slow)], ids="-".join)
+    def test_reverse_over_reverse(self, implementation: str, names: tuple[str, ...]) -> None:
+        skip_reference(implementation)
+        arrays = operands()
+        rest = {name: x for name, x in arrays.items() if name not in names}
+        weights = operands(2)
+
+        def norm(floats: Arrays, implementation: str) -> Array:
+            gradients = jax.grad(lambda floats: loss(implementation, floats | rest))(floats)
+            return sum((gradients[name] * weights[name][0]).sum() for name in names)
+
+        floats = {name: arrays[name] for name in names}
+        got = jax.jit(jax.grad(norm), static_argnums=1)(floats, implementation)
+        assert_close(got, jax.jit(jax.grad(norm), static_argnums=1)(floats, "reference"), 1e-4)
+        assert all(x.any() for x in got.values())
+
+    @pytest.mark.parametrize("name", ["key", "value", "bias", "scale", "sinks"])
+    def test_mixed_second_derivatives(self, implementation: str, name: str) -> None:
+        """First with respect to query alone, then with respect to another operand alone."""
+        skip_reference(implementation)
+        arrays = operands()
+        weights = operands(2)["query"][0]
+
+        def slope(x: Array, implementation: str) -> Array:
+            first = jax.grad(lambda query: loss(implementation, arrays | {"query": query, name: x}))(arrays["query"])
+            return (first * weights).sum()
+
+        got, want = (jax.jit(jax.grad(slope), static_argnums=1)(arrays[name], i) for i in (implementation, "reference"))
+        assert_close(got, want, 1e-4)
+        assert got.any()
+
+    @pytest.mark.slow
+    def test_third_derivative(self, implementation: str) -> None:
+        skip_reference(implementation)
+        q, k = operands()["query"][:1, :2], operands()["key"][:1, :3]
+
+        def along(t: Array, implementation: str) -> Array:
+            return attention(q * t, k, k, implementation=implementation)[0, 0, 0, 0]
+
+        derivative = lambda i: jax.grad(jax.grad(jax.grad(along)))(jnp.float32(0.7), i)  # noqa: E731
+        assert_close(derivative(implementation), derivative("reference"), 1e-4)
+
+    def test_deterministic(self, implementation: str) -> None:
+        """Equal calls give bitwise equal gradients, whether or not that is asked for."""
+        arrays = operands()
+
+        def total(floats: Arrays, deterministic: bool) -> Array:
+            rest = {name: x for name, x in arrays.items() if name not in (*FLOATS, "lower", "upper")}
+            out = attention(**floats, **rest, deterministic=deterministic, implementation=implementation)
+            return (out * COTANGENTS[0]).sum()
+
+        floats = {name: arrays[name] for name in FLOATS}
+        gradient = jax.jit(jax.grad(total), static_argnums=1)
+        first = gradient(floats, True)
+        for again in (gradient(floats, True), gradient(floats, False)):
+            jax.tree.map(np.testing.assert_array_equal, again, first)
+
+    def test_pullback_is_linear(self, implementation: str) -> None:
+        """One pullback, of the output's and of lse's cotangents apart and together."""
+        q, k = operands()["query"], operands()["key"]
+        (out, lse), pull = jax.vjp(lambda q: attention(q, k, k, implementation=implementation, return_residual=True), q)
+        (first,), (second,) = pull((out, jnp.zeros_like(lse))), pull((jnp.zeros_like(out), lse))
+        (both,) = pull((out, lse))
+        assert_close(first + second, both)
+
+
+class TestControlFlow:
+    """Layers under scan, map, while, cond and switch, with and without remat."""
+
+    @staticmethod
+    def layer(implementation: str, x: Array) -> Array:
+        """Self-attention of (B, T, N, D), grouped."""
+        return x + attention(x, x[:, :, :K], x[:, :, -K:], is_causal=True, implementation=implementation)
+
+    @pytest.mark.parametrize("remat", [None, "names", pytest.param("nothing", marks=pytest.mark.slow), "dots"])
+    def test_scan_over_layers(self, implementation: str, remat: str | None) -> None:
+        policies = {
+            "names": jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES),
+            "nothing": jax.checkpoint_policies.nothing_saveable,
+            "dots": jax.checkpoint_policies.dots_saveable,
+        }
+        x, weights = operands()["query"], jnp.arange(1.0, 4.0)
+
+        def body(x: Array, weight: Array) -> tuple[Array, None]:
+            return self.layer(implementation, x * weight), None
+
+        step = body if remat is None else jax.checkpoint(body, policy=policies[remat])
+
+        def scanned(x: Array, weights: Array) -> Array:
+            return (lax.scan(step, x, weights)[0] * x).sum()
+
+        def looped(x: Array, weights: Array) -> Array:
+            start = x
+            for weight in weights:
+                x = body(x, weight)[0]
+            return (x * start).sum()
+
+        got = jax.jit(jax.value_and_grad(scanned, (0, 1)))(x, weights)
+        assert_close(got, jitted(jax.value_and_grad(looped, (0, 1)))(x, weights), 1e-4)
+
+    def test_checkpoint_without_scan(self, implementation: str) -> None:
+        x = operands()["query"]
+        total = lambda x: (self.layer(implementation, self.layer(implementation, x)) ** 2).sum()  # noqa: E731
+        want = jax.jit(jax.grad(total))(x)
+        named = jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)
+        for policy in (None, named, jax.checkpoint_policies.everything_saveable):
+            assert_close(jax.jit(jax.grad(jax.checkpoint(total, policy=policy)))(x), want)
+
+    def test_map_while_cond_and_switch(self, implementation: str) -> None:
+        x = operands()["query"]
+        layer = functools.partial(self.layer, implementation)
+        want = layer(layer(x))
+        assert_close(lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, layer(c[1])), (0, x))[1], want)
+        assert_close(lax.fori_loop(0, 2, lambda _, x: layer(x), x), want)
+        assert_close(lax.map(layer, jnp.stack([x, 2 * x])), jnp.stack([layer(x), layer(2 * x)]))
+        branch = lambda p, x: lax.cond(p, layer, lambda x: 2 * x, x)  # noqa: E731
+        gradient = jax.jit(jax.grad(lambda x, p: branch(p, x).sum()))
+        assert_close(gradient(x, False), jnp.full_like(x, 2))
+        assert_close(gradient(x, True), jax.grad(lambda x: layer(x).sum())(x))
+        mapped = jax.vmap(branch)(jnp.array([True, False]), jnp.stack([x, x]))
+        assert_close(mapped, jnp.stack([layer(x), 2 * x]))
+        chosen = jax.jit(lambda i, x: lax.switch(i, [jnp.sin, layer, jnp.cos], x))(1, x)
+        assert_close(chosen, layer(x))
+
+    def test_vmap_of_scan_of_remat_of_grad(self, implementation: str) -> None:
+        x = operands(M)["query"]
+
+        def total(x: Array) -> Array:
+            body = jax.checkpoint(lambda x, _: (self.layer(implementation, x), None))
+            return lax.scan(body, x, length=2)[0].sum()
+
+        got = jax.jit(jax.vmap(jax.grad(total)))(x)
+        single = jax.jit(jax.grad(total))
+        assert_close(got, jnp.stack([single(one) for one in x]), 1e-4)
+
+
+SENTENCE = (
+    "jax_fa4.attention supports forward-mode differentiation (jvp, jacfwd, linearize, hessian) only with "
+    "implementation='reference'; reverse mode (grad, vjp, jacrev, also nested) works with every implementation."
+)
+
+
+def pushforward(function: Callable[[Array], Array], x: Array) -> Array:
+    return jax.jvp(function, (x,), (jnp.ones_like(x),))[1]
+
+
+def scanned(function: Callable[[Array], Array], x: Array) -> Array:
+    return lax.scan(lambda x, _: (x * function(x), None), x, length=2)[0]
+
+
+FORWARD_MODE: dict[str, Callable[[Callable[[Array], Array], Array], Array]] = {
+    "jvp": pushforward,
+    "jvp_of_jit": lambda f, x: pushforward(jax.jit(f), x),
+    "jit_of_jvp": lambda f, x: jax.jit(functools.partial(pushforward, f))(x),
+    "linearize": lambda f, x: jax.linearize(f, x)[1](jnp.ones_like(x)),
+    "jvp_of_scan": lambda f, x: pushforward(functools.partial(scanned, f), x),
+    "jvp_of_remat": lambda f, x: pushforward(jax.checkpoint(f), x),
+    "jvp_of_vmap": lambda f, x: pushforward(jax.vmap(f), jnp.stack([x, x])),
+    "jacfwd": lambda f, x: jax.jacfwd(f)(x),
+    "vmap_of_jvp": lambda f, x: jax.vmap(functools.partial(pushforward, f))(jnp.stack([x, x])),
+    "vmap_of_jvp_and_tangent": lambda f, x: jax.vmap(lambda x, t: jax.jvp(f, (x,), (t,))[1])(
+        jnp.stack([x, x]), jnp.ones(2)
+    ),
+    "jvp_of_grad": lambda f, x: pushforward(jax.grad(f), x),
+    "hessian": lambda f, x: jax.hessian(f)(x),
+}
+
+
+class TestForwardMode:
+    @pytest.mark.parametrize("mode", FORWARD_MODE)
+    def test_reference_has_it_and_others_say_so(self, implementation: str, mode: str) -> None:
+        q, k = operands()["query"][:1, :1, :2], operands()["key"][:1, :2]
+        function = lambda t: attention(q * t, k, k, implementation=implementation).sum()  # noqa: E731
+        at = jnp.float32(0.7)
+        if implementation == "reference":
+            got = FORWARD_MODE[mode](function, at)
+            steps = jnp.array([0.99, 1.0, 1.01]) * at
+            if mode in ("jvp_of_grad", "hessian"):
+                low, _, high = (jax.grad(function)(x) for x in steps)
+            elif mode == "jvp_of_scan":
+                low, _, high = (scanned(function, x) for x in steps)
+            else:
+                low, _, high = (function(x) for x in steps)
+            np.testing.assert_allclose(np.ravel(got)[0], (high - low) / (steps[2] - steps[0]), rtol=2e-2)
+            return
+        with pytest.raises(TypeError, match=f"^{re.escape(SENTENCE)}"):
+            FORWARD_MODE[mode](function, at)
+
+    def test_of_arguments_that_attention_does_not_see(self, implementation: str) -> None:
+        """Forward mode through a program that holds attention is fine where attention itself is constant."""
+        q, k = operands()["query"], operands()["key"]
+        function = lambda t: attention(q, k, k, implementation=implementation).sum() * t  # noqa: E731
+        np.testing.assert_allclose(pushforward(function, jnp.float32(2)), function(1.0), rtol=1e-5)
+
+    def test_hessian_of_reference(self, implementation: str) -> None:
+        """Forward over reverse is reverse over reverse."""
+        q, k = operands()["query"][:1, :1, :2], operands()["key"][:1, :2, :1]
+        reference = lambda q: (attention(q, k, k, implementation="reference") ** 2).sum()  # noqa: E731
+        total = lambda q: (attention(q, k, k, implementation=implementation) ** 2).sum()  # noqa: E731
+        direction = operands(2)["query"][0, :1, :1, :2]
+        got = jax.grad(lambda q: (jax.grad(total)(q) * direction).sum())(q)
+        assert_close(got, jax.jvp(jax.grad(reference), (q,), (direction,))[1], 1e-4)
+
+
+class TestStaging:
+    def test_make_jaxpr_eval_shape_and_ahead_of_time(self, implementation: str) -> None:
+        arrays = operands()
+        structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
+        function = functools.partial(results, implementation, FLOATS)
+        want = jitted(results, implementation, FLOATS)(arrays)
+        shapes = jax.eval_shape(function, structs)
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == jax.tree.map(lambda x: (x.shape, x.dtype), want)
+        assert len(jax.make_jaxpr(function)(arrays).out_avals) == len(want)
+        assert_close(jax.jit(function).lower(structs).compile()(arrays), want)
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    @pytest.mark.parametrize("platform", ["cuda", "rocm", "tpu"])
+    def test_lowering_for_another_platform(self, implementation: str, platform: str, dtype: str) -> None:
+        arrays = {n: x.astype(dtype) if n in ("query", "key", "value") else x for n, x in operands().items()}
+        traced = jax.jit(functools.partial(results, implementation, FLOATS)).trace(arrays)
+        assert "stablehlo.dot_general" in traced.lower(lowering_platforms=(platform,)).as_text()
+
+    def test_donated_buffers(self, implementation: str) -> None:
+        k = operands()["key"]
+        function = functools.partial(attention, implementation=implementation)
+        want = function(operands()["query"], k, k)
+        query = operands()["query"]
+        got = jax.jit(function, donate_argnums=0)(query, k, k)
+        assert_close(got, want)
+        assert query.is_deleted()
+
+    def test_export(self, implementation: str) -> None:
+        """The pure-JAX implementations need no custom call."""
+        arrays = operands()
+        pytest.importorskip("flatbuffers")
+        exported = jax.export.export(jitted(results, implementation, ("query", "key")), platforms=["cpu", "cuda"])(
+            arrays
+        )
+        again = jax.export.deserialize(exported.serialize())
+        assert_close(again.call(arrays), jitted(results, implementation, ("query", "key"))(arrays))
+
+
+class TestContexts:
+    """Global switches of JAX under which programs run."""
+
+    @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+    def test_x64(self, implementation: str, dtype: str) -> None:
+        with jax.enable_x64(True):
+            arrays = {n: x.astype(dtype) if n in ("query", "key", "value") else x for n, x in operands().items()}
+            got = jax.jit(functools.partial(results, implementation, FLOATS))(arrays)
+        assert got["out"].dtype == dtype
+        assert got["lse"].dtype == "float32"
+        assert all(got[name].dtype == arrays[name].dtype for name in FLOATS)
+        want = jitted(results, implementation, FLOATS)(operands())
+        for name, x in want.items():
+            tolerance = 4e-2 if dtype == "bfloat16" else 2e-5
+            np.testing.assert_allclose(
+                np.asarray(got[name], np.float32), x, rtol=tolerance, atol=tolerance, err_msg=name
+            )
+
+    def test_float64_is_computed_in_float64(self, implementation: str) -> None:
+        with jax.enable_x64(True):
+            rng = np.random.default_rng(0)
+            q, k, v = (rng.standard_normal((1, length, 1, D)) for length in (T, S, S))
+            out = attention(q, k, v, implementation=implementation)
+            logits = q[0, :, 0] @ k[0, :, 0].T / np.sqrt(D)
+            probs = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+            np.testing.assert_allclose(out[0, :, 0], probs @ v[0, :, 0], rtol=1e-13, atol=1e-14)
+
+    def test_debug_nans(self, implementation: str) -> None:
+        """Nothing on the way is NaN, also for rows that see nothing and sinks of -inf."""
+        arrays = operands() | {
+            "sinks": jnp.full(N, -jnp.inf),
+            "key_value_seq_lengths": jnp.zeros(B, jnp.int32),
+            "bias": jnp.full((N, T, S), -jnp.inf),
+        }
+        with jax.debug_nans(True):
+            got = jax.jit(functools.partial(results, implementation, FLOATS))(arrays)
+        assert all(not x.any() for name, x in got.items() if name != "lse")
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_strict_dtype_promotion(self, implementation: str, dtype: str) -> None:
+        with jax.numpy_dtype_promotion("strict"):
+            arrays = {n: x.astype(dtype) if n in ("query", "key", "value") else x for n, x in operands().items()}
+            arrays["bias"] = arrays["bias"].astype("float16")
+
+            def total(floats: Arrays) -> Array:
+                return loss_of(attend(implementation, arrays | floats))
+
+            def loss_of(results: tuple[Array, Array]) -> Array:
+                return sum(jnp.where(x == -jnp.inf, 0, x).astype(jnp.float32).sum() for x in results)
+
+            jax.eval_shape(jax.grad(total), {name: arrays[name] for name in FLOATS})
+
+    def test_transfer_guard(self, implementation: str) -> None:
+        """A compiled program moves nothing between host and device."""
+        arrays = operands()
+        function = jitted(results, implementation, FLOATS)
+        jax.block_until_ready(function(arrays))
+        with jax.transfer_guard("disallow"):
+            jax.block_until_ready(function(arrays))
+
+    def test_tracer_leaks_and_internal_checks(self, implementation: str) -> None:
+        axes, arrays = mapped(PATTERNS["pairwise_0"])
+        with jax.checking_leaks(), jax.enable_checks(True):
+            jax.eval_shape(jax.vmap(functools.partial(results, implementation, FLOATS), (axes,)), arrays)
+
+    @pytest.mark.slow
+    def test_disable_jit(self, implementation: str) -> None:
+        q, k = operands()["query"][:1], operands()["key"][:1]
+        function = jax.value_and_grad(lambda q: attention(q, k, k, is_causal=True, implementation=implementation).sum())
+        want = function(q)
+        with jax.disable_jit():
+            assert_close(function(q), want)
+
+
+@pytest.mark.parametrize("library", ["nnx", "linen"])
+def test_flax(implementation: str, library: str) -> None:
+    """A module's `attention_fn` of one line gives what Flax's own attention gives."""
+
+    def attend(query: Array, key: Array, value: Array, mask: Array | None = None, **_: Any) -> Array:
+        return attention(query, key, value, mask=mask, implementation=implementation)
+
+    x, mask = operands()["query"][:, :, 0], jnp.tril(jnp.ones((B, 1, T, T), bool))
+    if library == "nnx":
+        nnx = pytest.importorskip("flax.nnx")
+        make = lambda **kw: nnx.MultiHeadAttention(2, D, decode=False, rngs=nnx.Rngs(0), **kw)  # noqa: E731
+        assert_close(make(attention_fn=attend)(x, mask=mask), make()(x, mask=mask))
+    else:
+        linen = pytest.importorskip("flax.linen")
+        variables = linen.MultiHeadDotProductAttention(2).init(jax.random.key(0), x)
+        apply = lambda **kw: linen.MultiHeadDotProductAttention(2, **kw).apply(variables, x, mask=mask)  # noqa: E731
+        named = lambda query, key, value, mask=None: attend(query, key, value, mask)  # noqa: E731
+        assert_close(apply(attention_fn=named), apply())
