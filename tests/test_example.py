@@ -16,7 +16,16 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import train_transformer as example
 
 CONFIG = example.Config(
-    layers=2, width=32, heads=4, kv_heads=2, head_width=8, hidden_width=64, length=64, batch=8, steps=30, learning_rate=0.03
+    layers=2,
+    width=32,
+    heads=4,
+    kv_heads=2,
+    head_width=8,
+    hidden_width=64,
+    length=64,
+    batch=8,
+    steps=30,
+    learning_rate=0.03,
 )
 BOTH = pytest.mark.parametrize("attention_fn", [pytest.param(fn, id=name) for name, fn in example.ATTENTION.items()])
 
@@ -47,7 +56,7 @@ def test_training_has_the_losses_of_jax_nn(rows):
     expected = losses(example.dense_attention)
     np.testing.assert_allclose(losses(example.flash_attention), expected, rtol=0, atol=1e-2)
     assert expected[-1] < expected[0] - 2  # it learns,
-    print(expected, losses(causal_only)-expected)
+    print(expected, losses(causal_only) - expected)
     assert np.abs(losses(causal_only) - expected).max() > 3e-2  # and segments matter
 
 
@@ -132,7 +141,8 @@ def test_held_out_files_are_others():
     assert not set(training) & set(held_out)
     assert not {path.read_bytes() for path in training} & {path.read_bytes() for path in held_out} - {b""}
     assert 0.02 < len(held_out) / len(training + held_out) < 0.12
-    assert len(training) > 200 and not any("site-packages" in path.parts or "test" in path.parts for path in training)
+    assert len(training) > 200
+    assert not any("site-packages" in path.parts or "test" in path.parts for path in training)
 
 
 def test_documents_are_top_level_definitions(tmp_path):
@@ -168,10 +178,8 @@ def test_main_writes_figures_plot_and_checkpoint(tmp_path, monkeypatch, capsys):
     for part in ("parameters", "tokens/s", "bits per byte", "unigram", "same held-out loss"):
         assert part in printed
     pixels = image.imread(out / "loss.png")
-    assert (
-        pixels.shape[0] > 400
-        and pixels.shape[1] > 600
-        and len(np.unique(pixels.reshape(-1, pixels.shape[2]), axis=0)) > 3
-    )
+    assert pixels.shape[0] > 400
+    assert pixels.shape[1] > 600
+    assert len(np.unique(pixels.reshape(-1, pixels.shape[2]), axis=0)) > 3
     config, _ = example.load(out / "model.safetensors", example.dense_attention)
     assert (config.steps, config.seed) == (2, 3)
