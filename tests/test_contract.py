@@ -346,6 +346,7 @@ STRUCTURED: dict[str, tuple[Arguments, np.ndarray]] = {
         (COL >= ROW) & (COL <= ROW + 3),
     ),
     "offset_negative": ({"query_offset": -2, "local_window_size": (None, 2)}, COL <= ROW),
+    "offset_before_the_keys": ({"query_offset": -2, "is_causal": True}, COL <= ROW - 2),
     "segments": (
         {"query_segment_ids": ROW_IDS, "key_value_segment_ids": KEY_IDS},
         ROW_IDS[:, :, None] == KEY_IDS[:, None],
