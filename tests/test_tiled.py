@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from suite import AttentionSuite, Sizes, label
+from suite import SIZES, AttentionSuite, Sizes, label, masked, operands
 
 from jax_fa4 import tiled
 
@@ -18,15 +18,33 @@ class TestTiled(AttentionSuite):
     implementation = "tiled"
 
 
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[tiled._Steps], None]]:
+    """Replaces the steps of a CPU for one test."""
+
+    def replace(steps: tiled._Steps) -> None:
+        monkeypatch.setattr(tiled, "_CPU", steps)
+        jax.clear_caches()
+
+    yield replace
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_steps_of_an_accelerator(steps: Callable[[tiled._Steps], None], dtype: str) -> None:
+    """16-bit operands, weights and their gradients are multiplied as they are stored."""
+    steps(tiled._ACCELERATOR)
+    choice = {"left": 60, "right": 60, "key_value_seq_lengths": "some", "sinks": "some", "softcap": 3.0}
+    rng = np.random.default_rng(2)
+    TestTiled().check(operands(SIZES, dtype, rng) | masked(SIZES, choice, rng))
+
+
 class TestSmallSteps:
     """Eight query blocks by sixteen key blocks: some skipped, some masked in part, some whole."""
 
     @pytest.fixture(autouse=True)
-    def _small_steps(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        monkeypatch.setattr(tiled, "_CPU", dataclasses.replace(tiled._CPU, logits=1 << 10, rows=32, keys=8))
-        jax.clear_caches()
-        yield
-        jax.clear_caches()
+    def _small_steps(self, steps: Callable[[tiled._Steps], None]) -> None:
+        steps(dataclasses.replace(tiled._CPU, logits=1 << 10, rows=32, keys=8))
 
     @pytest.mark.parametrize(
         "choice",
