@@ -211,7 +211,8 @@ def _run(call: _Call, arrays: dict[str, Any]) -> Array | tuple[Array, Array]:
 def _apply_sinks(out: Array, lse: Array, sinks: Array) -> Array:
     """The share of a softmax that a sink leaves to the keys: exp(lse) / (exp(lse) + exp(sink)); 0 for empty rows."""
     empty = lse == -jnp.inf
-    share = jax.nn.sigmoid(jnp.where(empty, 0, lse) - sinks.astype(lse.dtype))
+    # Not sigmoid, whose derivative s * (1 - s) has lost most digits of the sink's own share where that is small.
+    share = jnp.exp(jax.nn.log_sigmoid(jnp.where(empty, 0, lse) - sinks.astype(lse.dtype)))
     return (out.astype(lse.dtype) * jnp.where(empty, 0, share)[..., None]).astype(out.dtype)
 
 

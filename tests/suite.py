@@ -47,7 +47,6 @@ EXHAUSTIVE: Levels = {
     "is_causal": (False, True),
     "left": (None, 40),
     "right": (None, 25),
-    "query_seq_lengths": (None, "some"),
     "key_value_seq_lengths": (None, "some"),
     "segments": (None, "shuffled"),
     "row_bounds": (None, "some"),
@@ -59,11 +58,12 @@ EXHAUSTIVE: Levels = {
 def pairwise(levels: Levels) -> Iterator[dict[str, Any]]:
     """Combinations that hold every pair of options of every two features, greedily few."""
     rng = random.Random(0)
+    features = [[(feature, i) for i in range(len(options))] for feature, options in enumerate(levels.values())]
+    missing = {pair for one, other in itertools.combinations(features, 2) for pair in itertools.product(one, other)}
 
-    def pairs(options: tuple[int, ...]) -> set[tuple[tuple[int, int], tuple[int, int]]]:
-        return set(itertools.combinations(enumerate(options), 2))
+    def pairs(trial: tuple[int, ...]) -> set[tuple[tuple[int, int], tuple[int, int]]]:
+        return set(itertools.combinations(enumerate(trial), 2))
 
-    missing = set().union(*map(pairs, itertools.product(*(range(len(options)) for options in levels.values()))))
     while missing:
         (a, i), (b, j) = min(missing)
         trials = []
@@ -81,7 +81,9 @@ def exhaustive(levels: Levels) -> Iterator[dict[str, Any]]:
 
 
 def label(choice: Mapping[str, Any]) -> str:
-    return "-".join(f"{name}={option}" for name, option in choice.items() if option not in (None, False)) or "plain"
+    """A short test id: the features that are on."""
+    shown = [f"{name}={option}" for name, option in choice.items() if option is not None and option is not False]
+    return "-".join(shown).replace("=some", "").replace("=True", "") or "plain"
 
 
 def masked(sizes: Sizes, choice: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
@@ -197,8 +199,8 @@ class AttentionSuite:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("choice", list(exhaustive(EXHAUSTIVE)), ids=label)
-    def test_masks_exhaustively(self, choice: Mapping[str, Any]) -> None:
-        self.check_masks(choice, SIZES._replace(batch=1 if choice["query_offset"] != "array" else 2))
+    def test_masks_exhaustively(self, choice: dict[str, Any]) -> None:
+        self.check_masks(choice | {"query_seq_lengths": choice["key_value_seq_lengths"]})
 
     @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
     def test_dtype(self, dtype: str) -> None:
@@ -238,7 +240,7 @@ class AttentionSuite:
 
     @pytest.mark.parametrize(
         ("rows", "keys"),
-        [(255, 257), (256, 256), (257, 255), (511, 513), (512, 512), (513, 511), (1000, 1023), (1025, 1000), (1, 2049)],
+        [(255, 257), (256, 256), (511, 512), (513, 511), (1000, 1025), (1, 2049)],
     )
     def test_block_boundary(self, rows: int, keys: int) -> None:
         sizes = Sizes(1, rows, keys, 1, 1, 8, 8)
@@ -262,6 +264,17 @@ class AttentionSuite:
         lower = np.stack([280 - row, row * 37 % 310 - 5])
         upper = np.stack([290 - row // 2, row * 53 % 400 - 50])
         self.check(arguments | {"row_bounds": (lower, upper)})
+
+    def test_positions_beyond_int32(self) -> None:
+        """Offsets, windows, lengths and bounds at the ends of int32: sums of them must not wrap around."""
+        low, high = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+        arguments = operands(SIZES, "float32", np.random.default_rng(16))
+        arguments |= {"query_offset": np.array([high, low], np.int32), "local_window_size": (high - 100, 2**40)}
+        arguments |= {"query_seq_lengths": np.array([high, 100], np.int32)}
+        arguments |= {"key_value_seq_lengths": np.array([high, low], np.int32)}
+        bounds = np.full((2, SIZES.rows), low, np.int32), np.full((2, SIZES.rows), high, np.int32)
+        self.check(arguments | {"row_bounds": bounds})
+        self.check(arguments | {"query_offset": np.array([100, low + 50], np.int32)})
 
     def test_rows_that_see_nothing(self) -> None:
         """Whole batch elements, whole query blocks and single rows, under a soft cap, a bias and sinks."""
@@ -305,7 +318,7 @@ class AttentionSuite:
         sizes = Sizes(2, 200, 200, 2, 2, 256, 256)
         self.check(operands(sizes, "float32", np.random.default_rng(9), "outliers"))
 
-    @pytest.mark.parametrize("scale", [0.0, -0.7, 1, np.float32(0), np.float32(-0.7), np.ones(1, np.float16)], ids=repr)
+    @pytest.mark.parametrize("scale", [0, -0.7, np.float32(0), np.float32(-0.7), np.ones(1, np.float16)], ids=repr)
     def test_scale(self, scale: Any) -> None:
         """Python numbers are static, arrays are traced and differentiated."""
         sizes = SIZES._replace(batch=1)
@@ -316,9 +329,7 @@ class AttentionSuite:
         [
             (),
             (300,),
-            (270, 1),
-            (4, 1, 1),
-            (4, 270, 300),
+            (4, 270, 1),
             (2, 1, 1, 1),
             (2, 1, 1, 300),
             (1, 1, 270, 300),

@@ -242,16 +242,17 @@ def test_faults_are_reported(fault: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("name", ["out", "lse", "query", "key", "value"])
-def test_ten_times_the_error_of_jax_nn_is_too_much(dtype: str, name: str) -> None:
+def test_ten_times_the_error_of_jax_nn_is_too_much(dtype: str) -> None:
     rng = np.random.default_rng(4)
     call = operands(Sizes(1, 60, 70, 2, 2, 16, 16), dtype, rng)
     dout, dlse = draw("gaussian", (1, 60, 2, 16), dtype, rng), np.zeros((1, 60, 2), np.float32)
-    expected = oracle.expect(call, dout, dlse)[name]
-    floats = {name: call[name] for name in ("query", "key", "value")} | {"scale": np.float32(0.25)}
-    (out, lse), pull = jax.vjp(functools.partial(oracle.jax_nn, visible=np.ones((1, 1, 1, 1), bool)), floats)
-    theirs = np.asarray({"out": out, "lse": lse, **pull((dout, dlse))[0]}[name])
-    oracle.check({name: theirs}, {name: expected})
-    error = theirs.astype(np.float64) - expected.value
-    with pytest.raises(AssertionError):
-        oracle.check({name: expected.value + 10 * error}, {name: expected._replace(dtype=np.dtype(np.float64))})
+    (out, lse), pull = jax.vjp(
+        jax.jit(lambda floats: oracle.jax_nn({**floats, "scale": np.float32(0.25)}, np.ones((1, 1, 1, 1), bool))), call
+    )
+    theirs = {"out": out, "lse": lse, **pull((dout, dlse))[0]}
+    expected = oracle.expect(call, dout, dlse)
+    oracle.check(theirs, expected)
+    for name, want in expected.items():
+        error = np.asarray(theirs[name], np.float64) - want.value
+        with pytest.raises(AssertionError):
+            oracle.check({name: want.value + 10 * error}, {name: want._replace(dtype=np.dtype(np.float64))})

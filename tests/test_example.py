@@ -1,0 +1,185 @@
+"""The training example: packing, no leakage between documents, the losses of jax.nn, checkpoint, plot, figures."""
+
+import dataclasses
+import math
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from matplotlib import image
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import train_transformer as example
+
+CONFIG = example.Config(
+    layers=2,
+    width=32,
+    heads=4,
+    kv_heads=2,
+    head_width=8,
+    hidden_width=64,
+    length=64,
+    batch=8,
+    steps=30,
+    learning_rate=0.03,
+)
+BOTH = pytest.mark.parametrize("attention_fn", [pytest.param(fn, id=name) for name, fn in example.ATTENTION.items()])
+
+
+@pytest.fixture(scope="module")
+def rows() -> tuple[example.Rows, example.Rows]:
+    """Rows to train on, with two or three documents each, and held-out rows."""
+    lines = Path(dataclasses.__file__).read_bytes().splitlines(keepends=True)
+    documents = [line for line in lines if len(line) > 20]
+    return example.pack(documents[::2], CONFIG.length), example.pack(documents[1:40:2], CONFIG.length)
+
+
+def shaken(config: example.Config, attention_fn: example.AttentionFn) -> example.Transformer:
+    """A model whose layers all matter: a new one's do not, because their last matrices are zero."""
+    model = example.Transformer(config, attention_fn, nnx.Rngs(0))
+    keys = nnx.Rngs(1)
+    nnx.update(model, jax.tree.map(lambda x: x + 0.3 * jax.random.normal(keys(), x.shape), nnx.state(model)))
+    return model
+
+
+def test_training_has_the_losses_of_jax_nn(rows):
+    def causal_only(query, key, value, segments):
+        return jax.nn.dot_product_attention(query, key, value, is_causal=True)
+
+    def losses(attention_fn):
+        return np.array(example.train(CONFIG, attention_fn, *rows)[1].training)
+
+    expected = losses(example.dense_attention)
+    np.testing.assert_allclose(losses(example.flash_attention), expected, rtol=0, atol=1e-2)
+    assert expected[-1] < expected[0] - 2  # it learns,
+    print(expected, losses(causal_only) - expected)
+    assert np.abs(losses(causal_only) - expected).max() > 3e-2  # and segments matter
+
+
+def test_pack_by_hand():
+    # The third document ends where the first row does; the fourth is longer than a row; the second is empty.
+    packed = example.pack([b"abc", b"", b"de", b"0123456789", b"fg"], 8)
+    end = example.SEPARATOR
+    tokens = [[end, *b"abc", end, end, *b"de"], [end, *b"0123456"], [*b"789", end, *b"fg", end, end]]
+    targets = [[*b"abc", end, end, *b"de", end], [*b"01234567"], [*b"89", end, *b"fg", end, end, end]]
+    np.testing.assert_array_equal(packed.tokens, tokens)
+    np.testing.assert_array_equal(packed.targets, targets)
+    np.testing.assert_array_equal(
+        packed.segments, [[1, 1, 1, 1, 2, 3, 3, 3], [1, 1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1, 2, 3]]
+    )
+    np.testing.assert_array_equal(
+        packed.positions, [[0, 1, 2, 3, 0, 0, 1, 2], [0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 0, 1, 2, 0, 0]]
+    )
+    np.testing.assert_array_equal(
+        packed.weights, [[1, 1, 1, 0, 0, 1, 1, 0], [1, 1, 1, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1, 0, 0, 0]]
+    )
+    assert [field.dtype for field in packed] == [np.int32, np.int32, np.int32, np.int32, np.float32]
+
+
+@pytest.mark.parametrize(
+    "documents",
+    [
+        pytest.param([b"1234567"], id="one document fills the row"),
+        pytest.param([b"123", b"567"], id="the last document fills the row"),
+        pytest.param([b"12345678"], id="one byte too many"),
+        pytest.param([b""], id="nothing"),
+        pytest.param([b"", b"x" * 40, b"", b"", bytes(range(256))], id="long and empty"),
+    ],
+)
+def test_every_byte_is_a_target_once(documents):
+    packed = example.pack(documents, 8)
+    assert bytes(packed.targets[packed.weights > 0].astype(np.uint8)) == b"".join(documents)
+    assert len(packed.tokens) == math.ceil(sum(len(document) + 1 for document in documents) / 8)
+
+
+@BOTH
+def test_documents_do_not_see_each_other(attention_fn):
+    def logits(*documents: bytes):
+        (tokens, _, segments, positions, _) = map(jnp.asarray, example.pack(documents, 24))
+        return np.asarray(model(tokens, segments, positions)[0])
+
+    model = shaken(CONFIG, attention_fn)
+    before = logits(b"first doc", b"second", b"third")
+    after = logits(b"first doc", b"sEcond", b"third")
+    second = slice(10, 17)  # its separator and six bytes
+    changed = np.abs(after - before).max(-1)
+    assert changed[second.start + 2 : second.stop].min() > 1e-2  # the changed byte and those after it
+    assert np.delete(changed, range(second.start + 2, second.stop)).max() < 1e-5
+
+
+@BOTH
+def test_a_document_has_the_same_logits_alone(attention_fn):
+    model = shaken(CONFIG, attention_fn)
+
+    def logits(*documents: bytes):
+        (tokens, _, segments, positions, _) = map(jnp.asarray, example.pack(documents, 16))
+        return np.asarray(model(tokens, segments, positions)[0])
+
+    np.testing.assert_allclose(logits(b"before", b"abcdefg")[7:15], logits(b"abcdefg")[:8], atol=1e-4)
+
+
+def test_unigram_bits_by_hand():
+    training, held_out = example.pack([b"aa", b"b"], 8), example.pack([b"ab", b"a"], 8)
+    # One is added to each count, so of 3 + 256: 3 for a and 2 for b.
+    expected = -(2 * math.log2(3 / 259) + math.log2(2 / 259)) / 3
+    assert example.unigram_bits(training, held_out) == pytest.approx(expected, rel=1e-12)
+
+
+def test_evaluate_is_per_byte(rows):
+    """A new model finds all tokens equally likely, whatever the batch and however many separators there are."""
+    model = example.Transformer(CONFIG, example.dense_attention, nnx.Rngs(0))
+    assert example.evaluate(model, rows[1], batch=3) == pytest.approx(math.log2(example.VOCABULARY), rel=1e-5)
+
+
+def test_held_out_files_are_others():
+    training, held_out = example.library_files()
+    assert (training, held_out) == example.library_files()
+    assert not set(training) & set(held_out)
+    assert not {path.read_bytes() for path in training} & {path.read_bytes() for path in held_out} - {b""}
+    assert 0.02 < len(held_out) / len(training + held_out) < 0.12
+    assert len(training) > 200
+    assert not any("site-packages" in path.parts or "test" in path.parts for path in training)
+
+
+def test_documents_are_top_level_definitions(tmp_path):
+    pieces = [
+        b"import a\n\n",
+        b"@a.b\ndef f():\n    pass\n\n\n",
+        b"class C:\n\n    def g(self): ...\n\n",
+        b"def h(): ...\n",
+    ]
+    (tmp_path / "a.py").write_bytes(b"".join(pieces))
+    (tmp_path / "b.py").write_bytes(b"")
+    assert list(example.read_documents([tmp_path / "a.py", tmp_path / "b.py"])) == [*pieces, b""]
+
+
+def test_checkpoint_round_trip(tmp_path, rows):
+    config = dataclasses.replace(CONFIG, learning_rate=0.123)
+    model = shaken(config, example.flash_attention)
+    example.save(tmp_path / "model.safetensors", config, model)
+    loaded_config, loaded = example.load(tmp_path / "model.safetensors", example.flash_attention)
+
+    assert loaded_config == config
+    assert nnx.graphdef(loaded) == nnx.graphdef(model)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(loaded), nnx.state(model))
+    assert example.evaluate(loaded, rows[1], 8) == example.evaluate(model, rows[1], 8)
+
+
+def test_main_writes_figures_plot_and_checkpoint(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "new" / "run"
+    monkeypatch.setattr(sys, "argv", ["train_transformer.py", "--steps", "2", "--seed", "3", "--out", str(out)])
+    example.main()
+
+    printed = capsys.readouterr().out
+    for part in ("parameters", "tokens/s", "bits per byte", "unigram", "same held-out loss"):
+        assert part in printed
+    pixels = image.imread(out / "loss.png")
+    assert pixels.shape[0] > 400
+    assert pixels.shape[1] > 600
+    assert len(np.unique(pixels.reshape(-1, pixels.shape[2]), axis=0)) > 3
+    config, _ = example.load(out / "model.safetensors", example.dense_attention)
+    assert (config.steps, config.seed) == (2, 3)
