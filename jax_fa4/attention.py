@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 from jax_fa4 import autodiff, dispatch
 from jax_fa4 import problem as spec
 
+_INT32 = np.iinfo(np.int32)
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -99,8 +100,8 @@ def attention(
     softmax over keys in float32 (float64 for float64 inputs); times the values. All masks intersect. Query row `i` sits
     at key position `i + query_offset`. docs/spec.md has the whole meaning.
 
-    Two differences from `jax.nn`: a row that sees no key gives 0 (not the mean of the values), and lse is float32 and
-    differentiable. Sizes: batch B; query and key length T and S; query and key/value heads N and K with N a multiple of
+    Two results differ from `jax.nn`'s: a row that sees no key gives 0 (not the mean of the values), and lse is float32
+    and differentiable. Sizes: batch B; query and key length T and S; query and key/value heads N and K with N a multiple of
     K; head widths D and Dv. A missing batch axis is that of B = 1, of every argument.
 
     Args:
@@ -115,7 +116,8 @@ def attention(
       key_value_seq_lengths: int32 (B,); keys from there on are hidden.
       local_window_size: (left, right), inclusive: row `i` sees keys from `i + query_offset - left` to
         `i + query_offset + right`. None on a side is unbounded, one int means both sides.
-      query_offset: int, int32 scalar or (B,); or "end", which is S - T.
+      query_offset: int, int32 scalar or (B,); or "end", which is S - T. Ints are static: where the offset changes from
+        call to call, as in decoding, an int32 array saves a compilation per value.
       query_segment_ids: int32 (B, T); a row sees the keys of equal id. Both ids are given, or none.
       key_value_segment_ids: int32 (B, S).
       row_bounds: (lower, upper), each int32 (B, T): row `i` sees key positions in `[lower, upper)`.
@@ -212,7 +214,7 @@ def _apply_sinks(out: Array, lse: Array, sinks: Array) -> Array:
     """The share of a softmax that a sink leaves to the keys: exp(lse) / (exp(lse) + exp(sink)); 0 for empty rows."""
     empty = lse == -jnp.inf
     # Not sigmoid, whose derivative s * (1 - s) has lost most digits of the sink's own share where that is small.
-    share = jnp.exp(jax.nn.log_sigmoid(jnp.where(empty, 0, lse) - sinks.astype(lse.dtype)))
+    share = jnp.exp(jax.nn.log_sigmoid(jnp.where(empty, 0, lse) - sinks.astype(lse.dtype)[None, None]))
     return (out.astype(lse.dtype) * jnp.where(empty, 0, share)[..., None]).astype(out.dtype)
 
 
@@ -335,6 +337,8 @@ def _check(
 
 
 def _as_array(name: str, x: Any) -> Array:
+    if not isinstance(x, jax.Array):
+        _check_int32(name, x)
     try:
         array = jnp.asarray(x)
         if not hasattr(x, "dtype") and array.dtype == np.int64:  # numbers and lists of them have no width of their own
@@ -346,8 +350,22 @@ def _as_array(name: str, x: Any) -> Array:
     return array
 
 
+def _check_int32(name: str, x: Any) -> None:
+    """Raises ValueError for integers of the host that JAX would cut down to 32 bits."""
+    try:
+        host = np.asarray(x)
+    except (TypeError, ValueError, OverflowError):  # a list with tracers, or no array at all
+        return
+    if host.dtype.kind in "iu" and host.size and (host.max() > _INT32.max or host.min() < _INT32.min):
+        raise ValueError(
+            f"{name} must hold integers that fit in int32, but got some from {host.min()} to {host.max()}."
+        )
+
+
 def _kind(x: Any) -> str:
-    return f"{x!r} of type {type(x).__name__}" if isinstance(x, str | bytes | int | float) else type(x).__name__
+    if isinstance(x, str | bytes | int | float):
+        return f"{x!r} of type {type(x).__name__}"
+    return f"one of dtype {x.dtype!r}" if isinstance(x, np.ndarray) else type(x).__name__
 
 
 def _with_batch(name: str, x: Any, axes: str) -> tuple[Array, bool]:

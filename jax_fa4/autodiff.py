@@ -24,10 +24,16 @@ from jax.interpreters import ad, batching, mlir
 from jax_fa4 import problem as spec
 from jax_fa4 import reference
 
-CHECKPOINT_NAMES = ("jax_fa4_out", "jax_fa4_lse")
-"""Names of the two residuals, for `jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)`.
+_Results = tuple[Array, Array, Array | None]
+"""Out (B, T, N, Dv), lse (B, T, N), and the lse's rounding (exact lse minus lse) if the implementation gives it.
 
-Under a remat policy that saves both, the forward runs once; under one that does not, the backward repeats it.
+Without the last, exp(logits - lse) would miss a row's sum by a factor where |lse| is so large that log(sum) rounds off.
+"""
+
+CHECKPOINT_NAMES = ("jax_fa4_out", "jax_fa4_lse")
+"""Names of the residuals, for `jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)`.
+
+Under a remat policy that saves them, the forward runs once; under one that does not, the backward repeats it.
 """
 
 
@@ -38,33 +44,35 @@ def attend(implementation: ModuleType, problem: spec.Problem, operands: spec.Ope
     `reference`. Forward mode raises TypeError unless the implementation is `reference`.
     """
     if implementation is reference:
-        return _forward(implementation, problem, operands)
+        return _forward(implementation, problem, operands)[:2]
     guarded = {
         name: _operand_p.bind(x)
         for name, x in operands._asdict().items()
         if x is not None and jnp.issubdtype(x.dtype, jnp.floating)
     }
-    return _attend(implementation, problem, operands._replace(**guarded))
+    out, lse, _ = _attend(implementation, problem, operands._replace(**guarded))
+    return out, lse
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(implementation: ModuleType, problem: spec.Problem, operands: spec.Operands) -> tuple[Array, Array]:
+def _attend(implementation: ModuleType, problem: spec.Problem, operands: spec.Operands) -> _Results:
     return _forward(implementation, problem, operands)
 
 
 def _attend_fwd(implementation: ModuleType, problem: spec.Problem, primals: Any) -> tuple[Any, Any]:
     operands = jax.tree.map(lambda primal: primal.value, primals)
-    out, lse = map(checkpoint_name, _attend(implementation, problem, operands), CHECKPOINT_NAMES)
+    out, lse, rounding = _attend(implementation, problem, operands)
+    out, (lse, rounding) = map(checkpoint_name, (out, (lse, rounding)), CHECKPOINT_NAMES)
     # Whether the bias's gradient is wanted is static: it travels in the tree structure of the residuals.
     wants_bias = () if operands.bias is not None and primals.bias.perturbed else None
-    return (out, lse), (operands, out, lse, wants_bias)
+    return (out, lse, rounding), (operands, out, lse, rounding, wants_bias)
 
 
 def _attend_bwd(implementation: ModuleType, problem: spec.Problem, residuals: Any, cotangents: Any) -> tuple[Any]:
-    operands, out, lse, wants_bias = residuals
-    dout, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
-    dout = jnp.zeros_like(out) if dout is None else dout
-    gradients = _backward(implementation, problem, wants_bias is not None, operands, out, lse, dout, dlse)
+    *results, wants_bias = residuals
+    dout, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents[:2])
+    dout = jnp.zeros_like(results[1]) if dout is None else dout
+    gradients = _backward(implementation, problem, wants_bias is not None, *results, dout, dlse)
     return (spec.Operands(**gradients._asdict()),)
 
 
@@ -79,13 +87,14 @@ def _backward(
     operands: spec.Operands,
     out: Array,
     lse: Array,
+    lse_rounding: Array | None,
     dout: Array,
     dlse: Array | None,
 ) -> spec.Gradients:
     """The gradients with respect to the operands, in their shapes and order."""
     call = functools.partial(_call_backward, implementation, problem, with_bias)
     rows = operands.query_order
-    arrays = [out, lse, dout, dlse]
+    arrays = [out, lse, lse_rounding, dout, dlse]
     if rows is not None:
         arrays = [None if x is None else spec.permute(x, rows, 1) for x in arrays]
     gradients = _foldable(call, one_by_one=with_bias)((_sort(operands), *arrays))
@@ -111,7 +120,7 @@ def _backward(
 def _backward_fwd(
     implementation: ModuleType, problem: spec.Problem, with_bias: bool, *arguments: Any
 ) -> tuple[spec.Gradients, Any]:
-    operands, _, _, dout, dlse = arguments
+    operands, _, _, _, dout, dlse = arguments
     return _backward(implementation, problem, with_bias, *arguments), (operands, dout, dlse)
 
 
@@ -127,7 +136,7 @@ def _backward_bwd(
 
     def gradients(floats: dict[str, Array], dout: Array, dlse: Array | None) -> spec.Gradients:
         def forward(floats: dict[str, Array]) -> tuple[Array, Array]:
-            out, lse = _forward(reference, problem, operands._replace(**floats))
+            out, lse, _ = _forward(reference, problem, operands._replace(**floats))
             return out, lse.astype(spec.compute_dtype(out.dtype))
 
         (_, lse), pullback = jax.vjp(forward, floats)
@@ -136,43 +145,41 @@ def _backward_bwd(
 
     _, pullback = jax.vjp(gradients, {name: getattr(operands, name) for name in names}, dout, dlse)
     floats, ddout, ddlse = pullback(cotangents)
-    return spec.Operands(**{**dict.fromkeys(spec.Operands._fields), **floats}), None, None, ddout, ddlse
+    return spec.Operands(**{**dict.fromkeys(spec.Operands._fields), **floats}), None, None, None, ddout, ddlse
 
 
 _backward.defvjp(_backward_fwd, _backward_bwd)
 
 
-def _forward(implementation: ModuleType, problem: spec.Problem, operands: spec.Operands) -> tuple[Array, Array]:
-    """Out and lse, in the order of the operands' rows."""
+def _forward(implementation: ModuleType, problem: spec.Problem, operands: spec.Operands) -> _Results:
+    """The results in the order of the operands' rows."""
     call = functools.partial(_call_forward, implementation, problem)
     # `reference` is differentiated by JAX itself, which a custom vmap rule would prevent.
-    out, lse = (call if implementation is reference else _foldable(call))((_sort(operands),))
-    if operands.query_order is not None:
-        row = jnp.argsort(operands.query_order, axis=1)
-        out, lse = spec.permute(out, row, 1), spec.permute(lse, row, 1)
-    return out, lse
+    results = (call if implementation is reference else _foldable(call))((_sort(operands),))
+    if operands.query_order is None:
+        return results
+    row = jnp.argsort(operands.query_order, axis=1)
+    return jax.tree.map(lambda x: spec.permute(x, row, 1), results)
 
 
-def _call_forward(
-    implementation: ModuleType, problem: spec.Problem, arguments: tuple[spec.Operands]
-) -> tuple[Array, Array]:
+def _call_forward(implementation: ModuleType, problem: spec.Problem, arguments: tuple[spec.Operands]) -> _Results:
     (operands,) = arguments
     if _is_empty(operands):
         shape = (operands.batch, *operands.query.shape[1:3])
         lse = jnp.full(shape, -jnp.inf, spec.compute_dtype(operands.query.dtype))
-        return jnp.zeros((*shape, operands.value.shape[-1]), operands.query.dtype), lse
+        return jnp.zeros((*shape, operands.value.shape[-1]), operands.query.dtype), lse, None
     return implementation.forward(problem, operands)
 
 
 def _call_backward(
     implementation: ModuleType, problem: spec.Problem, with_bias: bool, arguments: Any
 ) -> spec.Gradients:
-    operands, out, lse, dout, dlse = arguments
+    operands, out, lse, rounding, dout, dlse = arguments
     if _is_empty(operands):
         query, key, value = (jnp.zeros((len(dout), *x.shape[1:]), x.dtype) for x in operands[:3])
         bias = jnp.zeros_like(operands.bias) if with_bias else None
         return spec.Gradients(query, key, value, jnp.zeros(len(dout), operands.scale.dtype), bias)
-    return implementation.backward(problem, operands, out, lse, dout, dlse, with_bias=with_bias)
+    return implementation.backward(problem, operands, out, lse, rounding, dout, dlse, with_bias=with_bias)
 
 
 def _is_empty(operands: spec.Operands) -> bool:

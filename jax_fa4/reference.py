@@ -18,8 +18,8 @@ def why_not(problem: spec.Problem, operands: spec.Operands, device: jax.Device |
     """None: this implementation supports every problem on every device."""
 
 
-def forward(problem: spec.Problem, operands: spec.Operands) -> tuple[Array, Array]:
-    """Attention of `operands`; returns out (B, T, N, Dv) in query's dtype and lse (B, T, N)."""
+def forward(problem: spec.Problem, operands: spec.Operands) -> tuple[Array, Array, None]:
+    """Attention of `operands`: out (B, T, N, Dv) in query's dtype, lse (B, T, N), and None: no rule needs more."""
     batch = operands.batch
     dtype = jnp.promote_types(np.float32, jnp.asarray(0.0).dtype)
     operands = jax.tree.map(lambda x: jnp.tile(x, (batch // x.shape[0],) + (1,) * (x.ndim - 1)), operands)
@@ -29,7 +29,7 @@ def forward(problem: spec.Problem, operands: spec.Operands) -> tuple[Array, Arra
     group = heads // kv_heads
 
     lower, upper = spec.row_bounds(problem, operands)
-    position = jnp.arange(keys)
+    position = jnp.arange(keys)[None, None]
     visible = ((position >= lower[..., None]) & (position < upper[..., None]))[:, None]
     if mask is not None:
         visible &= mask
@@ -61,4 +61,4 @@ def forward(problem: spec.Problem, operands: spec.Operands) -> tuple[Array, Arra
     lse = jnp.where(some, jnp.log(total) + top, -jnp.inf)[..., 0]
     probs = (weights / total).reshape(batch, kv_heads, group, rows, keys)
     out = jnp.einsum("bkgts,bskd->btkgd", probs, v, precision="highest").reshape(batch, rows, heads, v.shape[-1])
-    return out.astype(operands.query.dtype), jnp.moveaxis(lse, 1, 2)
+    return out.astype(operands.query.dtype), jnp.moveaxis(lse, 1, 2), None

@@ -57,8 +57,8 @@ def why_not(problem: spec.Problem, operands: spec.Operands, device: jax.Device |
     """None: this implementation supports every problem on every device."""
 
 
-def forward(problem: spec.Problem, operands: spec.Operands) -> tuple[Array, Array]:
-    """Attention of `operands`, sorted already; returns out (B, T, N, Dv) in query's dtype and lse (B, T, N)."""
+def forward(problem: spec.Problem, operands: spec.Operands) -> tuple[Array, Array, Array]:
+    """Attention of `operands`, sorted already: out (B, T, N, Dv) in query's dtype, lse and its rounding (B, T, N)."""
     return _on_platform(functools.partial(_forward, problem), operands)
 
 
@@ -67,13 +67,14 @@ def backward(
     operands: spec.Operands,
     out: Array,
     lse: Array,
+    lse_rounding: Array | None,
     dout: Array,
     dlse: Array | None,
     *,
     with_bias: bool,
 ) -> spec.Gradients:
     """Gradients of `forward` from its results and their cotangents; that of the bias only when asked."""
-    return _on_platform(functools.partial(_backward, problem, with_bias), operands, out, lse, dout, dlse)
+    return _on_platform(functools.partial(_backward, problem, with_bias), operands, out, lse, lse_rounding, dout, dlse)
 
 
 def _on_platform(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -149,9 +150,9 @@ class _Tiling:
         starts = [np.int32(0) if length == 1 else start for start, length in zip(starts, total.shape, strict=True)]
         return lax.dynamic_update_slice(total, lax.dynamic_slice(total, starts, x.shape) + x, starts)
 
-    def split_rows(self, x: Array) -> Array:
+    def split_rows(self, x: Array, fill: float = 0) -> Array:
         """(B, T, N, ...) -> (B, K, G, padded T, ...)."""
-        x = _pad(x, 1, self.row_blocks * self.block_rows)
+        x = _pad(x, 1, self.row_blocks * self.block_rows, fill)
         x = x.reshape(*x.shape[:2], self.heads, self.group, *x.shape[3:])
         return jnp.moveaxis(x, 1, 3)
 
@@ -258,16 +259,16 @@ class _Piece(NamedTuple):
         return jax.tree.map(lambda x: tiling.chunk(x, index), self)
 
 
-def _forward(problem: spec.Problem, steps: _Steps, operands: spec.Operands) -> tuple[Array, Array]:
+def _forward(problem: spec.Problem, steps: _Steps, operands: spec.Operands) -> tuple[Array, Array, Array]:
     dtype = spec.compute_dtype(operands.query.dtype)
     tiling = _Tiling.of(steps, operands, operands.batch)
     bounds = _Bounds.of(problem, operands, tiling)
     whole = _Piece.of(operands, tiling, steps.wide)
 
-    def over_chunks(chunk: Array) -> tuple[Array, Array]:
+    def over_chunks(chunk: Array) -> tuple[Array, Array, Array]:
         piece = whole.chunk(tiling, chunk)
 
-        def over_rows(row_block: Array) -> tuple[Array, Array]:
+        def over_rows(row_block: Array) -> tuple[Array, Array, Array]:
             lower, upper = bounds.rows(chunk, row_block)
             q = _slice(piece.query, 3, row_block * tiling.block_rows, tiling.block_rows)
 
@@ -296,12 +297,14 @@ def _forward(problem: spec.Problem, steps: _Steps, operands: spec.Operands) -> t
             some = (lower < upper) & (total != 0)
             total = jnp.where(some, total, 1)
             out = jnp.where(some[:, :, None], acc / total[:, :, None], 0).astype(operands.query.dtype)
-            return jnp.moveaxis(out, 2, 4), jnp.where(some, top + jnp.log(total), -jnp.inf)
+            lse = top + jnp.log(total)
+            rounding = jnp.log(total) - (lse - top)
+            return jnp.moveaxis(out, 2, 4), jnp.where(some, lse, -jnp.inf), jnp.where(some, rounding, 0)
 
         return lax.map(over_rows, lax.iota(np.int32, tiling.row_blocks))
 
-    out, lse = lax.map(over_chunks, lax.iota(np.int32, tiling.chunks))
-    return tiling.join_rows(out), tiling.join_rows(lse)
+    out, lse, rounding = lax.map(over_chunks, lax.iota(np.int32, tiling.chunks))
+    return tiling.join_rows(out), tiling.join_rows(lse), tiling.join_rows(rounding)
 
 
 def _backward(
@@ -311,6 +314,7 @@ def _backward(
     operands: spec.Operands,
     out: Array,
     lse: Array,
+    lse_rounding: Array | None,
     dout: Array,
     dlse: Array | None,
 ) -> spec.Gradients:
@@ -327,7 +331,9 @@ def _backward(
     rows = (
         tiling.split_rows(dout.astype(whole.query.dtype)),
         tiling.split_rows(delta),
-        tiling.split_rows(jnp.where(some, lse, jnp.inf)),  # exp(logits - inf) = 0: rows that see nothing give nothing
+        # exp(logits - inf) = 0: rows that see nothing, and padding, give nothing.
+        tiling.split_rows(jnp.where(some, lse, jnp.inf), fill=jnp.inf),
+        tiling.split_rows(jnp.zeros_like(lse) if lse_rounding is None else lse_rounding),
     )
     dbias = jnp.zeros(whole.bias.shape, dtype) if with_bias and whole.bias is not None else None
 
@@ -338,7 +344,7 @@ def _backward(
         def over_rows(carry: Any, row_block: Array) -> tuple[Any, tuple[Array, Array]]:
             lower, upper = bounds.rows(chunk, row_block)
             start = row_block * tiling.block_rows
-            q, do, d, e = (_slice(x, 3, start, tiling.block_rows) for x in (piece.query, *rows_piece))
+            q, do, d, e, r = (_slice(x, 3, start, tiling.block_rows) for x in (piece.query, *rows_piece))
             q = jnp.where((e != jnp.inf)[..., None], q, 0)
 
             def step(masked: bool, key_block: Array, carry: Any) -> Any:
@@ -350,7 +356,7 @@ def _backward(
                 if visible is not None:
                     k, v = _hide_unseen(visible, k), _hide_unseen(visible, v)
                 logits, slope = _logits(problem, piece.scale, q, k, bias)
-                weights = jnp.exp(logits - e[:, :, None])
+                weights = jnp.exp(logits - e[:, :, None] - r[:, :, None])
                 dlogits = weights * (_einsum("bksd,bkgqd->bksgq", v, do) - d[:, :, None])
                 if visible is not None:
                     weights = jnp.where(visible, weights, 0)
@@ -393,7 +399,7 @@ def _masks(
     bias = visible = None
     if bounds is not None:
         size = tiling.block_keys
-        position = (key_block * size + lax.iota(np.int32, size))[:, None, None]
+        position = (key_block * size + lax.iota(np.int32, size))[None, None, :, None, None]
         visible = (position >= bounds[0][:, :, None]) & (position < bounds[1][:, :, None])
     if piece.mask is not None:
         mask = tiling.block(piece.mask, row_block, key_block)
@@ -436,11 +442,12 @@ def _add(total: Array, x: Array, axis: int, start: Array) -> Array:
     return lax.dynamic_update_slice_in_dim(total, here + x, start, axis)
 
 
-def _pad(x: Array, axis: int, length: int) -> Array:
-    """Pads an axis with zeros (False) up to `length`."""
+def _pad(x: Array, axis: int, length: int, fill: float = 0) -> Array:
+    """Pads an axis up to `length`."""
     if x.shape[axis] == length:
         return x
-    return jnp.pad(x, [(0, length - x.shape[axis] if i == axis else 0) for i in range(x.ndim)])
+    widths = [(0, length - x.shape[axis] if i == axis else 0) for i in range(x.ndim)]
+    return jnp.pad(x, widths, constant_values=np.asarray(fill, x.dtype))
 
 
 def _ceil_div(x: Any, y: int) -> Any:

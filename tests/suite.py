@@ -350,6 +350,17 @@ class AttentionSuite:
         rng = np.random.default_rng(12)
         self.check(operands(SIZES, "float32", rng) | {"mask": rng.random(shape) < 0.5, "is_causal": True})
 
+    @pytest.mark.parametrize("constant", [100, 1e4, -1e4, -65504, 1e6, -1e9, np.finfo(np.float32).min])
+    def test_bias_of_one_large_number(self, constant: float) -> None:
+        """Additive padding masks hide whole rows so, and an lse of this size has lost the logarithm of the row's sum.
+
+        The second query block is partial, and the bias has no rows of its own.
+        """
+        arguments = operands(SIZES._replace(rows=520), "float32", np.random.default_rng(15))
+        bias = np.full((2, 1, 1, SIZES.keys), constant, np.float32)
+        bias[0, 0, 0, 7:] = 0
+        self.check(arguments | {"bias": bias})
+
     def test_bias_in_bfloat16(self) -> None:
         rng = np.random.default_rng(13)
         bias = draw("gaussian", (2, 1, 270, 300), "bfloat16", rng)

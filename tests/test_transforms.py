@@ -553,8 +553,9 @@ class TestContexts:
         assert all(not x.any() for name, x in got.items() if name != "lse")
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    def test_strict_dtype_promotion(self, implementation: str, dtype: str) -> None:
-        with jax.numpy_dtype_promotion("strict"):
+    def test_strict_promotion(self, implementation: str, dtype: str) -> None:
+        """Of dtypes and of ranks."""
+        with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
             arrays = {n: x.astype(dtype) if n in ("query", "key", "value") else x for n, x in operands().items()}
             arrays["bias"] = arrays["bias"].astype("float16")
 
