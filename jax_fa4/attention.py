@@ -101,8 +101,8 @@ def attention(
     at key position `i + query_offset`. docs/spec.md has the whole meaning.
 
     Two results differ from `jax.nn`'s: a row that sees no key gives 0 (not the mean of the values), and lse is float32
-    and differentiable. Sizes: batch B; query and key length T and S; query and key/value heads N and K with N a multiple of
-    K; head widths D and Dv. A missing batch axis is that of B = 1, of every argument.
+    and differentiable. Sizes: batch B; query and key length T and S; query and key/value heads N and K, with N a
+    multiple of K; head widths D and Dv. A missing batch axis is that of B = 1, of every argument.
 
     Args:
       query: (B, T, N, D) or (T, N, D); float16, bfloat16, float32 or float64.
