@@ -265,6 +265,12 @@ class AttentionSuite:
         upper = np.stack([290 - row // 2, row * 53 % 400 - 50])
         self.check(arguments | {"row_bounds": (lower, upper)})
 
+    @pytest.mark.parametrize("spare", [0, 1, 2])
+    def test_window_that_hides_almost_nothing(self, spare: int) -> None:
+        """One key of the last row and one of the first are hidden, or just not."""
+        sizes = Sizes(1, 21, 23, 2, 1, 8, 8)
+        self.check_masks({"left": sizes.rows - spare, "right": sizes.keys - spare}, sizes)
+
     def test_positions_beyond_int32(self) -> None:
         """Offsets, windows, lengths and bounds at the ends of int32: sums of them must not wrap around."""
         low, high = np.iinfo(np.int32).min, np.iinfo(np.int32).max
