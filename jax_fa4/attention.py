@@ -203,7 +203,7 @@ def _run(call: _Call, arrays: dict[str, Any]) -> Array | tuple[Array, Array]:
     implementation = dispatch.choose(call.implementation, problem, operands)
     out, lse = autodiff.attend(implementation, problem, operands)
     if (sinks := arrays.get("sinks")) is not None:
-        out = _apply_sinks(out, lse, sinks)
+        out = _apply_sinks(out, lse, sinks).astype(operands.query.dtype)
     lse = lse.astype(np.float32)
     if not call.batched:
         out, lse = out[0], lse[0]
@@ -215,7 +215,7 @@ def _apply_sinks(out: Array, lse: Array, sinks: Array) -> Array:
     empty = lse == -jnp.inf
     # Not sigmoid, whose derivative s * (1 - s) has lost most digits of the sink's own share where that is small.
     share = jnp.exp(jax.nn.log_sigmoid(jnp.where(empty, 0, lse) - sinks.astype(lse.dtype)[None, None]))
-    return (out.astype(lse.dtype) * jnp.where(empty, 0, share)[..., None]).astype(out.dtype)
+    return out * jnp.where(empty, 0, share)[..., None]
 
 
 def _pose(call: _Call, arrays: dict[str, Any]) -> tuple[spec.Problem, spec.Operands]:
@@ -223,7 +223,7 @@ def _pose(call: _Call, arrays: dict[str, Any]) -> tuple[spec.Problem, spec.Opera
     get = arrays.get
     batch, rows = arrays["query"].shape[:2]
     keys = arrays["key"].shape[1]
-    problem = spec.Problem(softcap=call.softcap, deterministic=call.deterministic)
+    problem = spec.Problem(softcap=call.softcap, deterministic=call.deterministic, wide_out=get("sinks") is not None)
     query, key, value = arrays["query"], arrays["key"], arrays["value"]
     # With a width of 0 every logit is 0, whatever the scale.
     scale = 1 / math.sqrt(query.shape[3] or 1) if call.default_scale else arrays["scale"]
@@ -365,7 +365,7 @@ def _check_int32(name: str, x: Any) -> None:
 def _kind(x: Any) -> str:
     if isinstance(x, str | bytes | int | float):
         return f"{x!r} of type {type(x).__name__}"
-    return f"one of dtype {x.dtype!r}" if isinstance(x, np.ndarray) else type(x).__name__
+    return f"ndarray of dtype {x.dtype.str}" if isinstance(x, np.ndarray) else type(x).__name__
 
 
 def _with_batch(name: str, x: Any, axes: str) -> tuple[Array, bool]:

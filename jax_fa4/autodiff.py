@@ -167,7 +167,11 @@ def _call_forward(implementation: ModuleType, problem: spec.Problem, arguments: 
     if _is_empty(operands):
         shape = (operands.batch, *operands.query.shape[1:3])
         lse = jnp.full(shape, -jnp.inf, spec.compute_dtype(operands.query.dtype))
-        return jnp.zeros((*shape, operands.value.shape[-1]), operands.query.dtype), lse, None
+        return (
+            jnp.zeros((*shape, operands.value.shape[-1]), spec.out_dtype(problem, operands)),
+            lse,
+            jnp.zeros_like(lse),
+        )
     return implementation.forward(problem, operands)
 
 

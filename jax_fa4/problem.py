@@ -27,11 +27,13 @@ class Problem:
         unbounded. Meaningless when `Operands.lower` is given, which then holds the whole truth.
       softcap: positive cap `c` of `c * tanh(logits / c)`, or None.
       deterministic: whether gradients must be bitwise repeatable.
+      wide_out: whether out is in the compute dtype, for a caller that goes on computing with it.
     """
 
     band: tuple[int | None, int | None] = (None, None)
     softcap: float | None = None
     deterministic: bool = False
+    wide_out: bool = False
 
 
 class Operands(NamedTuple):
@@ -87,6 +89,12 @@ class Gradients(NamedTuple):
 def compute_dtype(dtype: jax.typing.DTypeLike) -> np.dtype:
     """The dtype of softmax, accumulators and the internal lse: float64 for float64, float32 for all else."""
     return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
+
+
+def out_dtype(problem: Problem, operands: Operands) -> np.dtype:
+    """The dtype of out: query's, unless it is asked for in the compute dtype."""
+    dtype = operands.query.dtype
+    return compute_dtype(dtype) if problem.wide_out else dtype
 
 
 def row_bounds(problem: Problem, operands: Operands) -> tuple[Array, Array]:

@@ -22,6 +22,8 @@ def forward(problem: spec.Problem, operands: spec.Operands) -> tuple[Array, Arra
     """Attention of `operands`: out (B, T, N, Dv) in query's dtype, lse (B, T, N), and None: no rule needs more."""
     batch = operands.batch
     dtype = jnp.promote_types(np.float32, jnp.asarray(0.0).dtype)
+    if operands.bias is not None:
+        operands = operands._replace(bias=operands.bias.astype(dtype))
     operands = jax.tree.map(lambda x: jnp.tile(x, (batch // x.shape[0],) + (1,) * (x.ndim - 1)), operands)
     q, k, v, scale, _, _, bias, mask, _, _ = operands
     _, rows, heads, width = q.shape
@@ -51,7 +53,7 @@ def forward(problem: spec.Problem, operands: spec.Operands) -> tuple[Array, Arra
     if problem.softcap is not None:
         logits = problem.softcap * jnp.tanh(logits / problem.softcap)
     if bias is not None:
-        logits += bias.astype(dtype)
+        logits += bias
 
     some = visible.any(-1, keepdims=True)
     top = jnp.where(visible, logits, -jnp.inf).max(-1, keepdims=True, initial=-jnp.inf)
@@ -61,4 +63,5 @@ def forward(problem: spec.Problem, operands: spec.Operands) -> tuple[Array, Arra
     lse = jnp.where(some, jnp.log(total) + top, -jnp.inf)[..., 0]
     probs = (weights / total).reshape(batch, kv_heads, group, rows, keys)
     out = jnp.einsum("bkgts,bskd->btkgd", probs, v, precision="highest").reshape(batch, rows, heads, v.shape[-1])
-    return out.astype(operands.query.dtype), jnp.moveaxis(lse, 1, 2), None
+    out = jnp.where(seen_rows, out, 0)  # so that no cotangent of a row that sees nothing meets a value
+    return out.astype(spec.out_dtype(problem, operands)), jnp.moveaxis(lse, 1, 2), None

@@ -224,6 +224,8 @@ class _Bounds:
         whole_last = jnp.clip(
             jnp.where(seen, upper, last_key).min() // size, whole_first, jnp.maximum(whole_first, last)
         )
+        # Of a batch element whose rows see nothing here, no key is seen: it needs masks that keep its keys out.
+        whole_last = jnp.where(seen.any(3).all(), whole_last, whole_first)
         unmasked, masked = functools.partial(step, False), functools.partial(step, True)
         if self.masked == (False, False):
             return lax.fori_loop(first, last, unmasked, carry)
@@ -296,7 +298,7 @@ def _forward(problem: spec.Problem, steps: _Steps, operands: spec.Operands) -> t
 
             some = (lower < upper) & (total != 0)
             total = jnp.where(some, total, 1)
-            out = jnp.where(some[:, :, None], acc / total[:, :, None], 0).astype(operands.query.dtype)
+            out = jnp.where(some[:, :, None], acc / total[:, :, None], 0).astype(spec.out_dtype(problem, operands))
             lse = top + jnp.log(total)
             rounding = jnp.log(total) - (lse - top)
             return jnp.moveaxis(out, 2, 4), jnp.where(some, lse, -jnp.inf), jnp.where(some, rounding, 0)
@@ -333,7 +335,7 @@ def _backward(
         tiling.split_rows(delta),
         # exp(logits - inf) = 0: rows that see nothing, and padding, give nothing.
         tiling.split_rows(jnp.where(some, lse, jnp.inf), fill=jnp.inf),
-        tiling.split_rows(jnp.zeros_like(lse) if lse_rounding is None else lse_rounding),
+        tiling.split_rows(jnp.ones_like(lse) if lse_rounding is None else jnp.exp(-lse_rounding)),
     )
     dbias = jnp.zeros(whole.bias.shape, dtype) if with_bias and whole.bias is not None else None
 
@@ -356,7 +358,7 @@ def _backward(
                 if visible is not None:
                     k, v = _hide_unseen(visible, k), _hide_unseen(visible, v)
                 logits, slope = _logits(problem, piece.scale, q, k, bias)
-                weights = jnp.exp(logits - e[:, :, None] - r[:, :, None])
+                weights = jnp.exp(logits - e[:, :, None]) * r[:, :, None]
                 dlogits = weights * (_einsum("bksd,bkgqd->bksgq", v, do) - d[:, :, None])
                 if visible is not None:
                     weights = jnp.where(visible, weights, 0)
