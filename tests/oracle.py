@@ -33,7 +33,7 @@ class Expected(NamedTuple):
     `jax.nn`'s computation is `jax_nn` below, in the operands' dtype, differentiated by JAX. Single elements of its
     error are zero by luck, so its error counts relative to `spread`, the error to expect of each element in unit
     roundoffs: independent roundings add as the root of their sum of squares, so `spread` carries the roundings of every
-    product and partial sum (in the compute dtype) and of every probability, output and dlogit (in the operands' dtype,
+    exponent and partial sum (in the compute dtype) and of every probability, output and dlogit (in the operands' dtype,
     as a kernel may store them) to the element, by first-order error analysis in float64. It is zero where nothing is
     visible: there results must be exact. `unit` is one roundoff of the operands' dtype, for small problems where all of
     jax.nn's errors may be lucky. The gradients of `scale` and `sinks` have so few elements, each a sum over all rows,
@@ -236,14 +236,17 @@ def _values_and_spreads(call: _Call) -> tuple[Results, Results]:
     # Probabilities and dlogits below the least number that a kernel can hold become 0.
     flushed2 = seen * (max(_least(storage), _least(compute)) / _unit(storage)) ** 2
 
-    def summed(x: np.ndarray, terms2: np.ndarray, count: Any) -> np.ndarray:
-        """Adds the roundings of partial sums of `count` terms: half of the sum x, on average."""
-        return terms2 + r2 / 4 * count * x**2
+    def sums2(x: np.ndarray, squares: np.ndarray, count: Any) -> np.ndarray:
+        """The roundings of the partial sums of `count` terms with the sum x and the sum of squares `squares`.
+
+        In a random order the square of the sum of j terms is (j/n)**2 x**2 + (j/n)(1 - j/n) squares, on average.
+        """
+        return r2 * count * (x**2 / 3 + squares / 6)
 
     keys_of_row = seen.sum(-1)
-    rows_of_key = seen.sum((2, 3))[..., None]
+    rows_of_key = np.moveaxis(seen.sum((2, 3))[..., None], 1, 2)
     dots = q @ k.mT
-    dots2 = summed(dots, r2 * (q**2 @ k.mT**2), width)
+    dots2 = sums2(dots, q**2 @ k.mT**2, width)
     logits = scale * dots
     logits2 = scale**2 * dots2 + r2 * logits**2
     slope, slope2 = np.ones_like(logits), np.zeros_like(logits)
@@ -263,8 +266,10 @@ def _values_and_spreads(call: _Call) -> tuple[Results, Results]:
     total = np.where(some, weights.sum(-1), 1)
     lse = np.where(some, np.log(total) + top, -np.inf)
     probs = weights / total[..., None]
-    lse2 = summed(some, (probs**2 * logits2).sum(-1), keys_of_row) + r2 * np.where(some, lse, 0) ** 2
-    probs2 = probs**2 * (1 + logits2) + flushed2
+    lse2 = (probs**2 * logits2).sum(-1) + sums2(some, (probs**2).sum(-1), keys_of_row)
+    lse2 = lse2 + r2 * np.where(some, lse, 0) ** 2
+    exponents = np.where(seen, logits - np.where(some, lse, 0)[..., None], 0)
+    probs2 = probs**2 * (1 + logits2 + r2 * exponents**2) + flushed2
 
     # `share` is what a sink leaves to the keys: probabilities in its presence are `heavy = share * probs`.
     share = np.ones_like(lse)
@@ -273,12 +278,15 @@ def _values_and_spreads(call: _Call) -> tuple[Results, Results]:
         share = np.where(some, np.exp(-np.logaddexp(0, sinks - np.where(some, lse, 0))), 0)
     heavy, heavy2 = probs * share[..., None], probs2 * share[..., None] ** 2
     out = heavy @ v
-    out2 = summed(out, heavy2 @ v**2 + lse2[..., None] * out**2, keys_of_row[..., None])
+    acc2 = sums2(out, heavy**2 @ v**2, keys_of_row[..., None])
+    out2 = heavy2 @ v**2 + lse2[..., None] * out**2 + acc2
 
     dheavy = dout @ v.mT
-    dheavy2 = summed(dheavy, dheavy**2 + r2 * (dout**2 @ v.mT**2), value_width)
+    dheavy2 = dheavy**2 + sums2(dheavy, dout**2 @ v.mT**2, value_width)
     delta = (dout * out).sum(-1)
-    delta2 = (dout**2 * (out**2 + out2)).sum(-1)
+    # The elements of out share the errors of probabilities and lse, but not the roundings of their own sums.
+    delta2 = (heavy2 * dheavy**2).sum(-1) + lse2 * delta**2 + (dout**2 * (out**2 + acc2)).sum(-1)
+    delta2 = delta2 + sums2(delta, (dout**2 * out**2).sum(-1), value_width)
     centred = dheavy - delta[..., None]
     dlogits = heavy * centred + probs * dlse[..., None]
     dlogits2 = heavy2 * centred**2 + heavy**2 * dheavy2 + probs2 * dlse[..., None] ** 2 + flushed2
@@ -308,6 +316,7 @@ def _values_and_spreads(call: _Call) -> tuple[Results, Results]:
 
     dq, dk, dv = scale * (dcapped @ k), key_result(scale * (dcapped.mT @ q)), key_result(heavy.mT @ dout)
     dq2 = scale**2 * with_row_errors(dcapped2 @ k**2, ddelta @ k, dcapped @ k)
+    dq2 = dq2 + sums2(dq, scale**2 * (dcapped**2 @ k**2), keys_of_row[..., None])
     dk2 = scale**2 * (with_row_errors(dcapped2, ddelta, dcapped).mT @ q**2)
     dv2 = with_row_errors(heavy2, np.zeros_like(heavy), heavy).mT @ dout**2
     dscale2 = with_row_errors(
@@ -326,9 +335,9 @@ def _values_and_spreads(call: _Call) -> tuple[Results, Results]:
     squares = {
         "out": row_result(out2),
         "lse": row_result(lse2 / r2),
-        "query": row_result(summed(dq, dq2, keys_of_row[..., None])),
-        "key": summed(dk, key_result(dk2), rows_of_key.swapaxes(1, 2)),
-        "value": summed(dv, key_result(dv2), rows_of_key.swapaxes(1, 2)),
+        "query": row_result(dq2),
+        "key": key_result(dk2) + sums2(dk, key_result(scale**2 * (dcapped.mT**2 @ q**2)), rows_of_key),
+        "value": key_result(dv2) + sums2(dv, key_result(heavy.mT**2 @ dout**2), rows_of_key),
         "bias": bias_result(with_row_errors(over_keys(dlogits2), over_keys(heavy), over_keys(dlogits))),
         "scale": dscale2.sum(),
         "sinks": dsinks2.sum((0, 3)).reshape(heads),

@@ -506,7 +506,6 @@ class TestStaging:
     def test_export(self, implementation: str) -> None:
         """The pure-JAX implementations need no custom call."""
         arrays = operands()
-        pytest.importorskip("flatbuffers")
         exported = jax.export.export(jitted(results, implementation, ("query", "key")), platforms=["cpu", "cuda"])(
             arrays
         )
