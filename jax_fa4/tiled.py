@@ -5,9 +5,9 @@ the key blocks that some row of the block can see: an online softmax forward, an
 probabilities from lse. Memory is linear in T + S. Key blocks that every row of a query block sees whole run without
 mask code.
 
-Sizes: one step works on logits of shape (b, k, s, g, q): the chunk's batch elements and key/value heads, the keys of a
-block, the query heads of a group, and the rows of a block. Keys come before rows because four of the five matrix
-products of a step then need no transposed copy of the logits, and row statistics broadcast along the fastest axis.
+Sizes: one step works on logits of shape (b, k, g, q, s): the chunk's batch elements and key/value heads, the query
+heads of a group, the rows of a block, and the keys of a block. No matrix product of a step takes a transposed copy of
+anything of that shape: those over rows multiply queries and cotangents that were transposed once, before the loops.
 
 Source: Dao, "FlashAttention-2" (2023), sections 3.1 and 3.2.
 """
@@ -30,27 +30,25 @@ from jax_fa4 import problem as spec
 
 @dataclasses.dataclass(frozen=True)
 class _Steps:
-    """How large the steps of the loops are, and in which dtype they multiply: what a platform does best.
+    """How large the steps of the loops are: what a platform does best.
 
     Attributes:
       logits: of one step, at most about. Enough work to hide what a step costs anyway; not more, since this many
         compute-dtype numbers are held a few times over.
-      rows: query positions times the heads of a group. Enough for efficient matrix products; not more, since what a
-        step computes outside a causal or window mask is wasted.
-      keys: likewise.
-      wide: whether 16-bit operands are widened to the compute dtype before they are multiplied.
+      rows: query positions times the heads of a group, under row bounds. Enough for efficient matrix products; not
+        more, since what a step computes outside of the bounds is wasted. Without bounds as many as `logits` allows.
+      keys: likewise, with and without bounds.
     """
 
     logits: int
     rows: int
     keys: int
-    wide: bool
 
 
-# A CPU pays tens of microseconds for a step, holds 4 MiB in cache between the two products, and multiplies 16-bit
-# matrices slowly. An accelerator pays a dozen kernel launches for a step, and a synchronisation with its host.
-_CPU = _Steps(logits=1 << 20, rows=512, keys=256, wide=True)
-_ACCELERATOR = _Steps(logits=1 << 25, rows=2048, keys=2048, wide=False)
+# A CPU pays tens of microseconds for a step, and holds 4 MiB in cache between the two products. An accelerator pays a
+# dozen kernel launches for a step, and a synchronisation with its host.
+_CPU = _Steps(logits=1 << 20, rows=512, keys=256)
+_ACCELERATOR = _Steps(logits=1 << 25, rows=2048, keys=2048)
 
 
 def why_not(problem: spec.Problem, operands: spec.Operands, device: jax.Device | None) -> None:
@@ -99,10 +97,12 @@ class _Tiling:
     block_keys: int
 
     @classmethod
-    def of(cls, steps: _Steps, operands: spec.Operands, batch: int) -> _Tiling:
+    def of(cls, steps: _Steps, problem: spec.Problem, operands: spec.Operands, batch: int) -> _Tiling:
         (rows, all_heads), (keys, heads) = operands.query.shape[1:3], operands.key.shape[1:3]
         group = all_heads // heads
-        block_rows = _even_block(rows, max(steps.rows // group, 8))
+        bounded = operands.lower is not None or problem.band != (None, None)
+        most_rows = steps.rows if bounded else steps.logits // steps.keys
+        block_rows = _even_block(rows, max(most_rows // group, 8))
         spare = max(1, steps.rows // (block_rows * group))
         block_keys = _even_block(keys, steps.keys * min(spare, 8))
         room = max(1, steps.logits // (group * block_rows * block_keys))
@@ -131,13 +131,12 @@ class _Tiling:
         return _slice(x, 1, index % in_heads * self.chunk_heads, self.chunk_heads)
 
     def block(self, x: Array, row_block: Array, key_block: Array) -> Array:
-        """The block of a chunk of `split_dense`, in the axes of the logits."""
+        """The block of a chunk of `split_dense`."""
         x = _slice(x, 3, row_block * self.block_rows, self.block_rows)
-        return jnp.moveaxis(_slice(x, 4, key_block * self.block_keys, self.block_keys), 4, 2)
+        return _slice(x, 4, key_block * self.block_keys, self.block_keys)
 
     def add_block(self, total: Array, x: Array, chunk: Array, row_block: Array, key_block: Array) -> Array:
-        """Adds x (b, k, s, g, q), summed over the axes that `total` broadcasts, to that block of `split_dense`."""
-        x = jnp.moveaxis(x, 2, 4)
+        """Adds x (b, k, g, q, s), summed over the axes that `total` broadcasts, to that block of `split_dense`."""
         x = x.sum([axis for axis in range(5) if total.shape[axis] == 1], keepdims=True)
         in_heads = self.heads // self.chunk_heads
         starts: list[Any] = [
@@ -246,12 +245,11 @@ class _Piece(NamedTuple):
     mask: Array | None
 
     @classmethod
-    def of(cls, operands: spec.Operands, tiling: _Tiling, wide: bool) -> _Piece:
-        dtype = operands.scale.dtype if wide else operands.query.dtype
+    def of(cls, operands: spec.Operands, tiling: _Tiling) -> _Piece:
         return cls(
-            tiling.split_rows(operands.query.astype(dtype)),
-            tiling.split_keys(operands.key.astype(dtype)),
-            tiling.split_keys(operands.value.astype(dtype)),
+            tiling.split_rows(operands.query),
+            tiling.split_keys(operands.key),
+            tiling.split_keys(operands.value),
             operands.scale.reshape(-1, 1, 1, 1, 1),
             None if operands.bias is None else tiling.split_dense(operands.bias),
             None if operands.mask is None else tiling.split_dense(operands.mask),
@@ -263,9 +261,9 @@ class _Piece(NamedTuple):
 
 def _forward(problem: spec.Problem, steps: _Steps, operands: spec.Operands) -> tuple[Array, Array, Array]:
     dtype = spec.compute_dtype(operands.query.dtype)
-    tiling = _Tiling.of(steps, operands, operands.batch)
+    tiling = _Tiling.of(steps, problem, operands, operands.batch)
     bounds = _Bounds.of(problem, operands, tiling)
-    whole = _Piece.of(operands, tiling, steps.wide)
+    whole = _Piece.of(operands, tiling)
 
     def over_chunks(chunk: Array) -> tuple[Array, Array, Array]:
         piece = whole.chunk(tiling, chunk)
@@ -283,25 +281,25 @@ def _forward(problem: spec.Problem, steps: _Steps, operands: spec.Operands) -> t
                 if visible is not None:
                     logits = jnp.where(visible, logits, -jnp.inf)
                     v = _hide_unseen(visible, v)
-                new_top = jnp.maximum(top, logits.max(2))
-                weights = jnp.exp(logits - new_top[:, :, None])
+                new_top = jnp.maximum(top, logits.max(-1))
+                weights = jnp.exp(logits - new_top[..., None])
                 decay = jnp.exp(top - new_top)
-                total = total * decay + weights.sum(2)
-                acc = acc * decay[:, :, None] + _einsum("bksd,bksgq->bkdgq", v, weights.astype(v.dtype))
+                total = total * decay + weights.sum(-1)
+                acc = acc * decay[..., None] + _einsum("bkgqs,bksd->bkgqd", weights.astype(v.dtype), v)
                 return new_top, total, acc
 
             rows = q.shape[:-1]
             # The least finite maximum: exp(-inf - top) is then 0 and never NaN, also before any key was seen.
             top, total = jnp.full(rows, jnp.finfo(dtype).min, dtype), jnp.zeros(rows, dtype)
-            acc = jnp.zeros((*rows[:2], piece.value.shape[-1], *rows[2:]), dtype)
+            acc = jnp.zeros((*rows, piece.value.shape[-1]), dtype)
             top, total, acc = bounds.walk(lower, upper, step, (top, total, acc))
 
             some = (lower < upper) & (total != 0)
             total = jnp.where(some, total, 1)
-            out = jnp.where(some[:, :, None], acc / total[:, :, None], 0).astype(spec.out_dtype(problem, operands))
+            out = jnp.where(some[..., None], acc / total[..., None], 0).astype(spec.out_dtype(problem, operands))
             lse = top + jnp.log(total)
             rounding = jnp.log(total) - (lse - top)
-            return jnp.moveaxis(out, 2, 4), jnp.where(some, lse, -jnp.inf), jnp.where(some, rounding, 0)
+            return out, jnp.where(some, lse, -jnp.inf), jnp.where(some, rounding, 0)
 
         return lax.map(over_rows, lax.iota(np.int32, tiling.row_blocks))
 
@@ -321,9 +319,9 @@ def _backward(
     dlse: Array | None,
 ) -> spec.Gradients:
     dtype = spec.compute_dtype(operands.query.dtype)
-    tiling = _Tiling.of(steps, operands, len(dout))
+    tiling = _Tiling.of(steps, problem, operands, len(dout))
     bounds = _Bounds.of(problem, operands, tiling)
-    whole = _Piece.of(operands, tiling, steps.wide)
+    whole = _Piece.of(operands, tiling)
 
     some = lse != -jnp.inf
     dout = jnp.where(some[..., None], dout, 0)
@@ -331,7 +329,7 @@ def _backward(
     if dlse is not None:
         delta -= jnp.where(some, dlse, 0).astype(dtype)
     rows = (
-        tiling.split_rows(dout.astype(whole.query.dtype)),
+        tiling.split_rows(dout),
         tiling.split_rows(delta),
         # exp(logits - inf) = 0: rows that see nothing, and padding, give nothing.
         tiling.split_rows(jnp.where(some, lse, jnp.inf), fill=jnp.inf),
@@ -342,12 +340,15 @@ def _backward(
     def over_chunks(dbias: Array | None, chunk: Array) -> tuple[Array | None, tuple[Array, ...]]:
         piece = whole.chunk(tiling, chunk)
         rows_piece = tuple(tiling.chunk(x, chunk) for x in rows)
+        # What rows that see nothing hold, even NaN, must not matter.
+        query = jnp.where((rows_piece[2] != jnp.inf)[..., None], piece.query, 0)
+        transposed = jnp.moveaxis(query, 4, 2), jnp.moveaxis(rows_piece[0], 4, 2)
 
         def over_rows(carry: Any, row_block: Array) -> tuple[Any, tuple[Array, Array]]:
             lower, upper = bounds.rows(chunk, row_block)
             start = row_block * tiling.block_rows
-            q, do, d, e, r = (_slice(x, 3, start, tiling.block_rows) for x in (piece.query, *rows_piece))
-            q = jnp.where((e != jnp.inf)[..., None], q, 0)
+            q, do, d, e, r = (_slice(x, 3, start, tiling.block_rows) for x in (query, *rows_piece))
+            qt, dot = (_slice(x, 4, start, tiling.block_rows) for x in transposed)
 
             def step(masked: bool, key_block: Array, carry: Any) -> Any:
                 dq, dk, dv, dbias = carry
@@ -358,8 +359,8 @@ def _backward(
                 if visible is not None:
                     k, v = _hide_unseen(visible, k), _hide_unseen(visible, v)
                 logits, slope = _logits(problem, piece.scale, q, k, bias)
-                weights = jnp.exp(logits - e[:, :, None]) * r[:, :, None]
-                dlogits = weights * (_einsum("bksd,bkgqd->bksgq", v, do) - d[:, :, None])
+                weights = jnp.exp(logits - e[..., None]) * r[..., None]
+                dlogits = weights * (_einsum("bkgqd,bksd->bkgqs", do, v) - d[..., None])
                 if visible is not None:
                     weights = jnp.where(visible, weights, 0)
                     dlogits = jnp.where(visible, dlogits, 0)
@@ -368,21 +369,19 @@ def _backward(
                 if slope is not None:
                     dlogits = dlogits * slope
                 dlogits = dlogits.astype(k.dtype)
-                dq += _einsum("bksd,bksgq->bkdgq", k, dlogits)
-                dk = _add(dk, _einsum("bksgq,bkgqd->bksd", dlogits, q), 2, at)
-                dv = _add(dv, _einsum("bksgq,bkgqd->bksd", weights.astype(do.dtype), do), 2, at)
+                dq += _einsum("bkgqs,bksd->bkgqd", dlogits, k)
+                dk = _add(dk, _einsum("bkdgq,bkgqs->bkds", qt, dlogits), 3, at)
+                dv = _add(dv, _einsum("bkdgq,bkgqs->bkds", dot, weights.astype(do.dtype)), 3, at)
                 return dq, dk, dv, dbias
 
-            dq = jnp.zeros((*q.shape[:2], q.shape[4], *q.shape[2:4]), dtype)
-            dq, *carry = bounds.walk(lower, upper, step, (dq, *carry))
-            dq = jnp.moveaxis(dq, 2, 4)
+            dq, *carry = bounds.walk(lower, upper, step, (jnp.zeros(q.shape, dtype), *carry))
             dscale = (dq * q.astype(dtype)).sum((1, 2, 3, 4))
             return tuple(carry), ((dq * piece.scale).astype(operands.query.dtype), dscale)
 
-        dk, dv = jnp.zeros(piece.key.shape, dtype), jnp.zeros(piece.value.shape, dtype)
+        dk, dv = (jnp.zeros((*query.shape[:2], x.shape[3], x.shape[2]), dtype) for x in (piece.key, piece.value))
         blocks = lax.iota(np.int32, tiling.row_blocks)
         (dk, dv, dbias), (dq, dscale) = lax.scan(over_rows, (dk, dv, dbias), blocks)
-        dk = dk * jnp.squeeze(piece.scale, 2)
+        dk, dv = jnp.swapaxes(dk * jnp.squeeze(piece.scale, 2), 2, 3), jnp.swapaxes(dv, 2, 3)
         return dbias, (dq, dk.astype(operands.key.dtype), dv.astype(operands.value.dtype), dscale.sum(0))
 
     dbias, (dq, dk, dv, dscale) = lax.scan(over_chunks, dbias, lax.iota(np.int32, tiling.chunks))
@@ -401,8 +400,8 @@ def _masks(
     bias = visible = None
     if bounds is not None:
         size = tiling.block_keys
-        position = (key_block * size + lax.iota(np.int32, size))[None, None, :, None, None]
-        visible = (position >= bounds[0][:, :, None]) & (position < bounds[1][:, :, None])
+        position = key_block * size + lax.iota(np.int32, size)
+        visible = (position >= bounds[0][..., None]) & (position < bounds[1][..., None])
     if piece.mask is not None:
         mask = tiling.block(piece.mask, row_block, key_block)
         visible = mask if visible is None else visible & mask
@@ -416,9 +415,9 @@ def _masks(
 def _logits(
     problem: spec.Problem, scale: Array, query: Array, key: Array, bias: Array | None
 ) -> tuple[Array, Array | None]:
-    """Scaled, capped and biased logits (b, k, s, g, q), and the slope of the cap (None without one)."""
+    """Scaled, capped and biased logits (b, k, g, q, s), and the slope of the cap (None without one)."""
     slope = None
-    logits = _einsum("bksd,bkgqd->bksgq", key, query) * scale
+    logits = _einsum("bkgqd,bksd->bkgqs", query, key) * scale
     if problem.softcap is not None:
         ratio = jnp.tanh(logits / problem.softcap)
         logits, slope = problem.softcap * ratio, 1 - ratio * ratio
@@ -427,7 +426,7 @@ def _logits(
 
 def _hide_unseen(visible: Array, x: Array) -> Array:
     """Zeroes the keys of x (b, k, s, d) that no row of the block sees: what they hold, even NaN, must not matter."""
-    return jnp.where(visible.any((3, 4))[..., None], x, 0)
+    return jnp.where(visible.any((2, 3))[..., None], x, 0)
 
 
 def _einsum(subscripts: str, x: Array, y: Array) -> Array:
