@@ -3,6 +3,7 @@
 
 #include <nanobind/nanobind.h>
 
+#include "csrc/emulator/bindings.h"
 #include "csrc/host/probe.h"
 #include "xla/ffi/api/c_api.h"
 

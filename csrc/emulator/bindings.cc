@@ -1,0 +1,162 @@
+#include "csrc/emulator/bindings.h"
+
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <memory>
+
+#include "csrc/emulator/machine.h"
+#include "csrc/emulator/tensor_map.h"
+
+namespace jax_fa4::emulator {
+namespace nb = nanobind;
+namespace {
+
+using Bytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using ReadOnlyBytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+// A kernel of a PTX module, decoded.
+std::shared_ptr<const Program> Load(std::string text, const std::string& name) {
+  std::shared_ptr<const ptx::Module> module = ptx::Parse(std::move(text));
+  const ptx::Kernel* kernel = nullptr;
+  std::string names;
+  for (const auto& one : module->kernels) {
+    names += (names.empty() ? "" : ", ") + one->name;
+    if (one->name == name || (name.empty() && module->kernels.size() == 1)) kernel = one.get();
+  }
+  if (kernel == nullptr) {
+    throw nb::value_error(("the module has no kernel \"" + name + "\"; it has: " + names + ".").c_str());
+  }
+  return Decode(module, *kernel);
+}
+
+struct Result {
+  std::vector<Report> reports;
+  uint64_t instructions = 0;
+};
+
+}  // namespace
+
+void AddBindings(nb::module_& m) {
+  nb::exception<ptx::Error>(m, "PtxError", PyExc_ValueError);
+
+  nb::class_<Program>(m, "Program")
+      .def_prop_ro("name", [](const Program& self) { return self.kernel->name; })
+      .def_prop_ro("target", [](const Program& self) { return self.module->target; })
+      .def_prop_ro("instructions", [](const Program& self) { return self.kernel->statements.size(); })
+      .def_prop_ro("virtual_registers", [](const Program& self) { return self.kernel->registers.size(); })
+      .def_prop_ro("register_rows", [](const Program& self) { return self.register_rows; })
+      .def_prop_ro("static_shared_bytes", [](const Program& self) { return self.static_shared_bytes; })
+      .def_prop_ro("parameter_bytes", [](const Program& self) { return self.kernel->parameter_bytes; })
+      .def_prop_ro("required_block", [](const Program& self) { return self.kernel->required_block; })
+      .def_prop_ro("required_cluster", [](const Program& self) { return self.kernel->required_cluster; })
+      .def_prop_ro("parameters", [](const Program& self) {
+        std::vector<std::tuple<std::string, uint32_t, uint32_t>> parameters;
+        for (const ptx::Variable& one : self.kernel->parameters) {
+          parameters.emplace_back(one.name, one.offset, one.size);
+        }
+        return parameters;
+      });
+
+  nb::class_<Report::Place>(m, "Place")
+      .def_ro("ptx_line", &Report::Place::ptx_line)
+      .def_ro("opcode", &Report::Place::opcode)
+      .def_ro("source", &Report::Place::source)
+      .def_ro("cta", &Report::Place::cta)
+      .def_ro("warp", &Report::Place::warp)
+      .def_ro("lane", &Report::Place::lane)
+      .def_ro("role", &Report::Place::role);
+  nb::class_<Report>(m, "Report")
+      .def_prop_ro("kind",
+                   [](const Report& self) {
+                     static const char* const kNames[] = {"race", "deadlock", "misuse", "memory", "limit"};
+                     return kNames[static_cast<int>(self.kind)];
+                   })
+      .def_ro("message", &Report::message)
+      .def_ro("places", &Report::places)
+      .def_ro("fatal", &Report::fatal)
+      .def("__str__", &Report::Text);
+  nb::class_<Result>(m, "Result")
+      .def_ro("reports", &Result::reports)
+      .def_ro("instructions", &Result::instructions);
+
+  m.def(
+      "encode_tensor_map",
+      [](uint64_t address, uint32_t element_bytes, const std::vector<uint64_t>& dims,
+         const std::vector<uint64_t>& strides, const std::vector<uint32_t>& box, const std::string& swizzle) {
+        TensorMap map;
+        map.type = element_bytes == 4 ? TensorMapType::kFloat32 : TensorMapType::kBfloat16;
+        map.rank = static_cast<int>(dims.size());
+        map.global_address = address;
+        for (size_t i = 0; i < dims.size() && i < kMaxRank; ++i) {
+          map.dims[i] = dims[i];
+          map.box[i] = box[i];
+          if (i > 0) map.strides[i] = strides[i - 1];
+        }
+        map.swizzle = swizzle == "128B"  ? TensorMapSwizzle::k128Bytes
+                      : swizzle == "64B" ? TensorMapSwizzle::k64Bytes
+                      : swizzle == "32B" ? TensorMapSwizzle::k32Bytes
+                                         : TensorMapSwizzle::kNone;
+        const std::string fault = Validate(map);
+        if (!fault.empty()) throw nb::value_error(fault.c_str());
+        const auto bytes = EncodeTensorMap(map);
+        return nb::bytes(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+      },
+      nb::arg("address"), nb::arg("element_bytes"), nb::arg("dims"), nb::arg("strides"), nb::arg("box"),
+      nb::arg("swizzle"));
+
+  m.def("load", &Load, nb::arg("text"), nb::arg("kernel") = "",
+        "Parses PTX and decodes one kernel of it. Raises PtxError, with the line, for what is not supported.");
+  m.def(
+      "run",
+      [](std::shared_ptr<Program> program, std::array<uint32_t, 3> grid, std::array<uint32_t, 3> block,
+         std::array<uint32_t, 3> cluster, uint32_t dynamic_shared_bytes, nb::bytes parameters,
+         const std::vector<std::tuple<std::string, uint64_t, Bytes>>& outputs,
+         const std::vector<std::tuple<std::string, uint64_t, ReadOnlyBytes>>& inputs, uint64_t seed, bool strict,
+         bool check_races, uint32_t sm_count, uint64_t max_instructions) {
+        Launch launch;
+        launch.program = program;
+        launch.grid = grid;
+        launch.block = block;
+        launch.cluster = cluster;
+        launch.dynamic_shared_bytes = dynamic_shared_bytes;
+        launch.parameters.assign(parameters.c_str(), parameters.c_str() + parameters.size());
+        for (const auto& [name, address, bytes] : outputs) {
+          launch.buffers.push_back({name, bytes.data(), bytes.size(), true, address});
+        }
+        for (const auto& [name, address, bytes] : inputs) {
+          launch.buffers.push_back({name, const_cast<uint8_t*>(bytes.data()), bytes.size(), false, address});
+        }
+        Options options;
+        options.seed = seed;
+        options.strict = strict;
+        options.check_races = check_races;
+        options.sm_count = sm_count;
+        options.max_instructions = max_instructions;
+        options.progress = [](uint64_t, uint64_t) {
+          nb::gil_scoped_acquire acquire;
+          return PyErr_CheckSignals() == 0;
+        };
+        Result result;
+        {
+          nb::gil_scoped_release release;
+          Machine machine(std::move(launch), std::move(options));
+          result.reports = machine.Run();
+          result.instructions = machine.instructions_executed();
+        }
+        if (PyErr_Occurred()) throw nb::python_error();
+        return result;
+      },
+      nb::arg("program"), nb::kw_only(), nb::arg("grid"), nb::arg("block"), nb::arg("cluster"),
+      nb::arg("dynamic_shared_bytes"), nb::arg("parameters"), nb::arg("outputs"), nb::arg("inputs"), nb::arg("seed"),
+      nb::arg("strict"), nb::arg("check_races"), nb::arg("sm_count"), nb::arg("max_instructions"),
+      "Runs a launch to its end, or to the first fatal report.");
+}
+
+}  // namespace jax_fa4::emulator

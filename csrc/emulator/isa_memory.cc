@@ -1,0 +1,695 @@
+// Loads, stores, atomics, fences and mbarriers.
+//
+// Source: PTX ISA 9.0, 9.7.9 (Data movement), 9.7.13.4-6 (membar, atom, red), 9.7.13.15 (mbarrier).
+
+#include <bit>
+#include <cstring>
+
+#include "csrc/emulator/machine.h"
+
+namespace jax_fa4::emulator {
+namespace {
+
+enum class Area : uint32_t { kGeneric, kGlobal, kShared, kSharedCluster, kLocal, kParam, kConst };
+
+bool TakeArea(Parts& parts, Area* area) {
+  if (parts.Take("global")) *area = Area::kGlobal;
+  else if (parts.Take("shared") || parts.Take("shared::cta")) *area = Area::kShared;
+  else if (parts.Take("shared::cluster")) *area = Area::kSharedCluster;
+  else if (parts.Take("local")) *area = Area::kLocal;
+  else if (parts.Take("param") || parts.Take("param::entry")) *area = Area::kParam;
+  else if (parts.Take("const")) *area = Area::kConst;
+  else return false;
+  return true;
+}
+
+uint64_t LaneAddress(const Context& context, const Ref& base, int64_t offset, int lane) {
+  const uint64_t start = base.bits == 64 ? context.Wide(base)[lane] : context.Row(base)[lane];
+  const uint64_t address = start + static_cast<uint64_t>(offset);
+  return base.bits == 64 ? address : address & 0xffffffff;
+}
+
+std::string Hex(uint64_t number) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "0x%llx", static_cast<unsigned long long>(number));
+  return text;
+}
+
+// The bytes of one lane's access, checked. Null after a report.
+uint8_t* Find(Context& context, Area area, uint64_t address, uint32_t size, int lane, bool write, bool checked = true) {
+  Machine& machine = context.machine;
+  const char* what = write ? "a store to" : "a load from";
+  const auto fail = [&](const std::string& where) -> uint8_t* {
+    machine.Misuse(context, lane, std::string(what) + " " + where + " address " + Hex(address) + " (" +
+                                      std::to_string(size) + " bytes) is out of range.",
+                   true, Report::Kind::kMemory);
+    return nullptr;
+  };
+  if (address % size != 0) {
+    machine.Misuse(context, lane, std::string(what) + " address " + Hex(address) + " is not aligned to its " +
+                                      std::to_string(size) + " bytes.",
+                   true, Report::Kind::kMemory);
+    return nullptr;
+  }
+  if (area == Area::kGeneric) {
+    switch (address & ~UINT64_C(0xffffffff)) {
+      case Machine::kSharedWindow:
+        area = Area::kSharedCluster;
+        break;
+      case Machine::kLocalWindow:
+        area = Area::kLocal;
+        break;
+      case Machine::kParameterWindow:
+        area = Area::kParam;
+        break;
+      case Machine::kConstWindow:
+        area = Area::kConst;
+        break;
+      default:
+        area = Area::kGlobal;
+    }
+    if (area != Area::kGlobal) address &= 0xffffffff;
+  }
+  switch (area) {
+    case Area::kShared:
+    case Area::kSharedCluster: {
+      // The own window may be named without the CTA's rank.
+      if (area == Area::kShared && address >> 24 == 0) address |= uint64_t{context.cta.rank} << 24;
+      const auto place = address <= UINT32_MAX
+                             ? machine.FindShared(context.cta, static_cast<uint32_t>(address), size)
+                             : std::nullopt;
+      if (!place || (area == Area::kShared && place->cta != &context.cta)) return fail("shared");
+      if (checked) machine.AccessShared(context, lane, *place, size, write);
+      return place->cta->shared.data() + place->offset;
+    }
+    case Area::kLocal: {
+      const uint32_t bytes = machine.program().local_bytes;
+      if (address + size > bytes) return fail("local");
+      return context.warp.local.data() + size_t{bytes} * lane + address;
+    }
+    case Area::kParam: {
+      if (write || address + size > machine.launch().parameters.size()) return fail("parameter");
+      return const_cast<uint8_t*>(machine.launch().parameters.data()) + address;
+    }
+    case Area::kConst: {
+      if (write) return fail("constant");
+      address |= Machine::kConstWindow;
+      [[fallthrough]];
+    }
+    default: {
+      uint8_t* bytes = machine.FindGlobal(address, size, write);
+      if (bytes == nullptr) return fail("global");
+      return bytes;
+    }
+  }
+}
+
+void Put(Context& context, const Ref& ref, int lane, const uint8_t* from, uint32_t size, bool is_signed) {
+  uint64_t value = 0;
+  std::memcpy(&value, from, std::min<uint32_t>(size, 8));
+  if (is_signed && size < 8) {
+    const int shift = 64 - static_cast<int>(size) * 8;
+    value = static_cast<uint64_t>(static_cast<int64_t>(value << shift) >> shift);
+  }
+  if (ref.bits == 128) {
+    std::memcpy(context.MutableRow(ref) + 4 * lane, from, 16);
+  } else if (ref.bits == 64) {
+    context.MutableWide(ref)[lane] = value;
+  } else {
+    context.MutableRow(ref)[lane] = static_cast<uint32_t>(ref.bits < 32 ? value & ((1u << ref.bits) - 1) : value);
+  }
+}
+
+void Get(const Context& context, const Ref& ref, int lane, uint8_t* to, uint32_t size) {
+  if (ref.bits == 128) {
+    std::memcpy(to, context.Row(ref) + 4 * lane, 16);
+  } else if (ref.bits == 64) {
+    std::memcpy(to, &context.Wide(ref)[lane], size);
+  } else {
+    std::memcpy(to, &context.Row(ref)[lane], size);
+  }
+}
+
+// mode[0]: the area; mode[1]: bytes of an element; mode[2]: signed; mode[3]: acquires or releases.
+Outcome Load(Context& context, const Inst& inst) {
+  const auto area = static_cast<Area>(inst.mode[0]);
+  const uint32_t size = inst.mode[1];
+  const Program& program = context.machine.program();
+  for (int lane = 0; lane < kLanes; ++lane) {
+    if (!(context.mask >> lane & 1)) continue;
+    const uint64_t address = LaneAddress(context, inst.source[0], inst.immediate[0], lane);
+    const uint8_t* bytes = Find(context, area, address, size * inst.destination_count, lane, false);
+    if (bytes == nullptr) return Outcome::kMoved;
+    for (uint32_t i = 0; i < inst.destination_count; ++i) {
+      const Ref& ref = program.refs[inst.first_destination + i];
+      if (ref) Put(context, ref, lane, bytes + i * size, size, inst.mode[2] != 0);
+    }
+  }
+  return Outcome::kNext;
+}
+
+Outcome Store(Context& context, const Inst& inst) {
+  const auto area = static_cast<Area>(inst.mode[0]);
+  const uint32_t size = inst.mode[1];
+  const Program& program = context.machine.program();
+  for (int lane = 0; lane < kLanes; ++lane) {
+    if (!(context.mask >> lane & 1)) continue;
+    const uint64_t address = LaneAddress(context, inst.source[0], inst.immediate[0], lane);
+    uint8_t* bytes = Find(context, area, address, size * inst.source_count, lane, true);
+    if (bytes == nullptr) return Outcome::kMoved;
+    for (uint32_t i = 0; i < inst.source_count; ++i) {
+      Get(context, program.refs[inst.first_source + i], lane, bytes + i * size, size);
+    }
+  }
+  return Outcome::kNext;
+}
+
+struct ValueType {
+  uint32_t bits = 0;
+  bool is_signed = false;
+  bool is_float = false;
+};
+
+bool TakeType(Parts& parts, ValueType* type) {
+  const std::string_view name = parts.Peek();
+  static constexpr struct {
+    std::string_view name;
+    ValueType type;
+  } kTypes[] = {{"b8", {8, false, false}},    {"u8", {8, false, false}},    {"s8", {8, true, false}},
+                {"b16", {16, false, false}},  {"u16", {16, false, false}},  {"s16", {16, true, false}},
+                {"f16", {16, false, true}},   {"bf16", {16, false, true}},  {"b32", {32, false, false}},
+                {"u32", {32, false, false}},  {"s32", {32, true, false}},   {"f32", {32, false, true}},
+                {"b64", {64, false, false}},  {"u64", {64, false, false}},  {"s64", {64, true, false}},
+                {"f64", {64, false, true}},   {"b128", {128, false, false}}, {"f16x2", {32, false, true}},
+                {"bf16x2", {32, false, true}}};
+  for (const auto& one : kTypes) {
+    if (one.name != name) continue;
+    *type = one.type;
+    parts.Next();
+    return true;
+  }
+  return false;
+}
+
+// Takes what says how a load or store is ordered and cached. Caching has no effect here.
+void TakeOrdering(Parts& parts, bool* ordered) {
+  for (;;) {
+    const std::string_view part = parts.Peek();
+    if (part == "acquire" || part == "release" || part == "acq_rel" || part == "volatile") *ordered = true;
+    const bool known = part == "weak" || part == "relaxed" || part == "acquire" || part == "release" ||
+                       part == "acq_rel" || part == "volatile" || part == "mmio" || part == "cta" ||
+                       part == "cluster" || part == "gpu" || part == "sys" || part == "nc" || part == "ca" ||
+                       part == "cg" || part == "cs" || part == "lu" || part == "cv" || part == "wb" ||
+                       part == "wt" || part == "L2::cache_hint" || part.starts_with("L1::") ||
+                       part == "L2::64B" || part == "L2::128B" || part == "L2::256B" ||
+                       part.starts_with("L2::evict");
+    if (!known) return;
+    parts.Next();
+  }
+}
+
+void DecodeLoadStore(Decoder& decoder, Parts& parts, bool is_load) {
+  Inst& inst = decoder.inst();
+  Area area = Area::kGeneric;
+  bool ordered = false;
+  TakeOrdering(parts, &ordered);
+  TakeArea(parts, &area);
+  TakeOrdering(parts, &ordered);
+  const uint32_t count = parts.Take("v2") ? 2 : parts.Take("v4") ? 4 : parts.Take("v8") ? 8 : 1;
+  ValueType type;
+  if (!TakeType(parts, &type)) decoder.Fail("expected a type, not \"." + std::string(parts.Peek()) + "\".");
+  decoder.ExpectOperands(2, 3);  // a third is a cache policy
+  inst.mode[0] = static_cast<uint32_t>(area);
+  inst.mode[1] = type.bits / 8;
+  inst.mode[2] = type.is_signed;
+  inst.mode[3] = ordered;
+  const int bits = static_cast<int>(type.bits);
+  if (is_load) {
+    decoder.DestinationList(decoder.Operand(0), bits, true);
+    inst.source[0] = decoder.Address(decoder.Operand(1), &inst.immediate[0]);
+    if (inst.destination_count != count) decoder.Fail("the vector's length is not that of the type.");
+    inst.execute = Load;
+  } else {
+    inst.source[0] = decoder.Address(decoder.Operand(0), &inst.immediate[0]);
+    decoder.SourceList(decoder.Operand(1), bits, true);
+    if (inst.source_count != count) decoder.Fail("the vector's length is not that of the type.");
+    inst.execute = Store;
+  }
+}
+
+// ---- Atomics
+
+enum AtomicOperation : uint32_t { kAdd, kExchange, kCompare, kMin, kMax, kAnd, kOr, kXor, kIncrement, kDecrement };
+
+uint64_t Combine(uint32_t operation, const ValueType& type, uint64_t old, uint64_t x, uint64_t y) {
+  const auto floats = [&](auto zero) {
+    using Float = decltype(zero);
+    Float a, b;
+    std::memcpy(&a, &old, sizeof(a));
+    std::memcpy(&b, &x, sizeof(b));
+    const Float sum = a + b;
+    uint64_t bits = 0;
+    std::memcpy(&bits, &sum, sizeof(sum));
+    return bits;
+  };
+  const auto extend = [&](uint64_t value) {
+    const int shift = 64 - static_cast<int>(type.bits);
+    return static_cast<int64_t>(value << shift) >> shift;
+  };
+  switch (operation) {
+    case kAdd:
+      if (type.is_float) return type.bits == 64 ? floats(double()) : floats(float());
+      return old + x;
+    case kExchange:
+      return x;
+    case kCompare:
+      return old == x ? y : old;
+    case kMin:
+      if (type.is_signed) return extend(old) < extend(x) ? old : x;
+      return std::min(old, x);
+    case kMax:
+      if (type.is_signed) return extend(old) > extend(x) ? old : x;
+      return std::max(old, x);
+    case kAnd:
+      return old & x;
+    case kOr:
+      return old | x;
+    case kXor:
+      return old ^ x;
+    case kIncrement:
+      return old >= x ? 0 : old + 1;
+    default:
+      return old == 0 || old > x ? x : old - 1;
+  }
+}
+
+// mode[0]: area, mode[1]: operation, mode[2]: type's bits | signed << 8 | float << 9, mode[3]: has a result.
+Outcome Atomic(Context& context, const Inst& inst) {
+  const auto area = static_cast<Area>(inst.mode[0]);
+  const ValueType type{inst.mode[2] & 0xff, (inst.mode[2] >> 8 & 1) != 0, (inst.mode[2] >> 9 & 1) != 0};
+  const uint32_t size = type.bits / 8;
+  const Program& program = context.machine.program();
+  for (int lane = 0; lane < kLanes; ++lane) {
+    if (!(context.mask >> lane & 1)) continue;
+    const uint64_t address = LaneAddress(context, inst.source[0], inst.immediate[0], lane);
+    const uint32_t elements = std::max<uint32_t>(1, inst.source_count);
+    uint8_t* bytes = Find(context, area, address, size * elements, lane, true, false);
+    if (bytes == nullptr) return Outcome::kMoved;
+    for (uint32_t i = 0; i < elements; ++i) {
+      uint64_t old = 0, x = 0, y = 0;
+      std::memcpy(&old, bytes + i * size, size);
+      Get(context, inst.source_count > 0 ? program.refs[inst.first_source + i] : inst.source[1], lane,
+          reinterpret_cast<uint8_t*>(&x), size);
+      if (inst.source[2]) Get(context, inst.source[2], lane, reinterpret_cast<uint8_t*>(&y), size);
+      const uint64_t result = Combine(inst.mode[1], type, old, x, y);
+      std::memcpy(bytes + i * size, &result, size);
+      if (inst.destination[0]) Put(context, inst.destination[0], lane, reinterpret_cast<uint8_t*>(&old), size, false);
+    }
+  }
+  context.machine.Wake(context.cta);
+  return Outcome::kNext;
+}
+
+void DecodeAtomic(Decoder& decoder, Parts& parts, bool has_result) {
+  Inst& inst = decoder.inst();
+  Area area = Area::kGeneric;
+  bool ordered = false;
+  TakeOrdering(parts, &ordered);
+  TakeArea(parts, &area);
+  TakeOrdering(parts, &ordered);
+  const std::string_view name = parts.Next();
+  static constexpr struct {
+    std::string_view name;
+    uint32_t operation;
+  } kOperations[] = {{"add", kAdd}, {"exch", kExchange}, {"cas", kCompare}, {"min", kMin}, {"max", kMax},
+                     {"and", kAnd}, {"or", kOr},         {"xor", kXor},     {"inc", kIncrement}, {"dec", kDecrement}};
+  bool known = false;
+  for (const auto& one : kOperations) {
+    if (one.name != name) continue;
+    inst.mode[1] = one.operation;
+    known = true;
+  }
+  if (!known) decoder.Fail("atomic operation \"" + std::string(name) + "\" is not supported.");
+  TakeOrdering(parts, &ordered);
+  parts.Take("noftz");
+  const uint32_t count = parts.Take("v2") ? 2 : parts.Take("v4") ? 4 : 1;
+  ValueType type;
+  if (!TakeType(parts, &type) || type.bits < 32 || type.bits > 64 || (type.is_float && inst.mode[1] != kAdd)) {
+    decoder.Fail("this type is not supported in an atomic operation.");
+  }
+  if (type.is_float && decoder.statement().opcode.ends_with("x2")) {
+    decoder.Fail("packed 16-bit atomics are not supported.");
+  }
+  inst.mode[0] = static_cast<uint32_t>(area);
+  inst.mode[2] = type.bits | static_cast<uint32_t>(type.is_signed) << 8 | static_cast<uint32_t>(type.is_float) << 9;
+  size_t at = 0;
+  const int bits = static_cast<int>(type.bits);
+  if (has_result) inst.destination[0] = decoder.Destination(decoder.Operand(at++), bits, true);
+  inst.source[0] = decoder.Address(decoder.Operand(at++), &inst.immediate[0]);
+  if (count > 1) {
+    decoder.SourceList(decoder.Operand(at++), bits, true);
+    if (inst.source_count != count) decoder.Fail("the vector's length is not that of the type.");
+  } else {
+    inst.source[1] = decoder.Source(decoder.Operand(at++), bits, true);
+  }
+  if (inst.mode[1] == kCompare) inst.source[2] = decoder.Source(decoder.Operand(at++), bits, true);
+  inst.execute = Atomic;
+}
+
+// ---- Fences
+
+Outcome ProxyFence(Context& context, const Inst&) {
+  Warp& warp = context.warp;
+  const auto first = static_cast<Slot>(context.cta.first_slot + warp.index * kWarpSlots);
+  for (Knowledge& one : warp.knowledge) {
+    if (!(one.mask & context.mask)) continue;
+    // The writes of these lanes may stand under any slot that their warp has used for them.
+    for (Slot slot = first; slot < first + kKnowledgeSlots; ++slot) one.clock.SetFenced(slot, one.clock.seen(slot));
+  }
+  return Outcome::kNext;
+}
+
+Outcome BarrierInitFence(Context& context, const Inst&) {
+  for (const uint32_t address : context.warp.unfenced_barriers) {
+    const auto it = context.cta.mbarriers.find(address);
+    if (it != context.cta.mbarriers.end()) it->second.fenced = true;
+  }
+  context.warp.unfenced_barriers.clear();
+  return Outcome::kNext;
+}
+
+Outcome MemoryFence(Context&, const Inst&) { return Outcome::kNext; }
+
+// ---- mbarriers
+
+std::string WaitsForPhase(Context& context, const Inst& inst) {
+  const int lane = std::countr_zero(context.mask);
+  const auto address = static_cast<uint32_t>(LaneAddress(context, inst.source[0], inst.immediate[0], lane));
+  const MBarrier* barrier = context.machine.FindBarrier(context.cta, address);
+  if (barrier == nullptr) return "wait";
+  return "wait for the mbarrier at " + Hex(address & 0xffffff) + ": " + std::to_string(barrier->phase) +
+         " phases are complete; this one still needs " + std::to_string(barrier->pending) + " arrivals and " +
+         std::to_string(barrier->transactions) + " bytes";
+}
+
+// The shared address that a lane gives, with the rank of the CTA that it means.
+uint32_t BarrierAddress(const Context& context, const Inst& inst, int lane) {
+  auto address = static_cast<uint32_t>(LaneAddress(context, inst.source[0], inst.immediate[0], lane));
+  if (static_cast<Area>(inst.mode[0]) != Area::kSharedCluster && address >> 24 == 0) address |= context.cta.rank << 24;
+  return address;
+}
+
+MBarrier* BarrierOf(Context& context, const Inst& inst, int lane) {
+  const uint32_t address = BarrierAddress(context, inst, lane);
+  MBarrier* barrier = context.machine.FindBarrier(context.cta, address);
+  if (barrier == nullptr) {
+    context.machine.Misuse(context, lane, "there is no initialised mbarrier at shared address " + Hex(address) + ".");
+  }
+  return barrier;
+}
+
+Outcome BarrierInit(Context& context, const Inst& inst) {
+  const uint32_t* count = context.Row(inst.source[1]);
+  for (int lane = 0; lane < kLanes; ++lane) {
+    if (!(context.mask >> lane & 1)) continue;
+    const uint32_t address = BarrierAddress(context, inst, lane);
+    const auto place = context.machine.FindShared(context.cta, address, 8);
+    if (!place || place->offset % 8 != 0 || place->cta != &context.cta) {
+      context.machine.Misuse(context, lane, "mbarrier.init at shared address " + Hex(address) +
+                                                " is out of range, or not aligned to 8 bytes.");
+      return Outcome::kMoved;
+    }
+    if (count[lane] == 0 || count[lane] >= 1u << 20) {
+      context.machine.Misuse(context, lane, "an mbarrier expects 1 to 2^20 - 1 arrivals, not " +
+                                                std::to_string(count[lane]) + ".");
+      return Outcome::kMoved;
+    }
+    context.machine.AccessShared(context, lane, *place, 8, true);
+    MBarrier barrier;
+    barrier.expected = count[lane];
+    barrier.pending = count[lane];
+    context.cta.mbarriers[place->offset] = std::move(barrier);
+    context.warp.unfenced_barriers.push_back(place->offset);
+  }
+  return Outcome::kNext;
+}
+
+Outcome BarrierInvalidate(Context& context, const Inst& inst) {
+  for (int lane = 0; lane < kLanes; ++lane) {
+    if (!(context.mask >> lane & 1)) continue;
+    if (BarrierOf(context, inst, lane) == nullptr) return Outcome::kMoved;
+    context.cta.mbarriers.erase(BarrierAddress(context, inst, lane) & 0xffffff);
+  }
+  return Outcome::kNext;
+}
+
+// Bits of mode[1].
+constexpr uint32_t kExpects = 1, kArrives = 2, kDrops = 4, kRelaxed = 8, kHasOperand = 16, kCompletes = 32;
+
+// arrive, arrive_drop, arrive.expect_tx, expect_tx and complete_tx.
+Outcome BarrierArrive(Context& context, const Inst& inst) {
+  Machine& machine = context.machine;
+  const VectorClock none;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    if (!(context.mask >> lane & 1)) continue;
+    MBarrier* barrier = BarrierOf(context, inst, lane);
+    if (barrier == nullptr) return Outcome::kMoved;
+    const uint32_t operand = inst.mode[1] & kHasOperand ? context.Row(inst.source[1])[lane] : 1;
+    if (inst.destination[0]) context.MutableWide(inst.destination[0])[lane] = barrier->phase;
+    if (inst.mode[1] & (kExpects | kCompletes)) {
+      const int64_t bytes = inst.mode[1] & kCompletes ? -static_cast<int64_t>(operand) : operand;
+      if (barrier->transactions + bytes >= 1 << 20 || barrier->transactions + bytes <= -(1 << 20)) {
+        machine.Misuse(context, lane, "the transaction count of an mbarrier leaves the range of 2^20 bytes.");
+        return Outcome::kMoved;
+      }
+      // An expectation does not complete a phase that an arrival of the same instruction still needs.
+      barrier->transactions += bytes;
+      if (!(inst.mode[1] & kArrives)) machine.Transact(context.cta, *barrier, 0, nullptr);
+    }
+    if (inst.mode[1] & kArrives) {
+      const uint32_t count = inst.mode[1] & kExpects ? 1 : operand;
+      if (count > barrier->pending) {
+        machine.Misuse(context, lane, "more arrivals at an mbarrier than the " + std::to_string(barrier->expected) +
+                                          " that a phase expects.");
+        return Outcome::kMoved;
+      }
+      if (inst.mode[1] & kDrops) barrier->expected -= count;
+      const bool relaxed = inst.mode[1] & kRelaxed;
+      machine.Arrive(context.cta, *barrier, count, relaxed ? none : machine.KnowledgeOfLane(context.warp, lane).clock);
+    }
+  }
+  if (inst.mode[1] & kArrives) machine.Advance(context.warp, context.mask);
+  return Outcome::kNext;
+}
+
+// mode[1]: bit 0 parity instead of a state, bit 1 may suspend (try_wait), bit 2 relaxed.
+Outcome BarrierWait(Context& context, const Inst& inst) {
+  Machine& machine = context.machine;
+  uint32_t complete = 0;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    if (!(context.mask >> lane & 1)) continue;
+    MBarrier* barrier = BarrierOf(context, inst, lane);
+    if (barrier == nullptr) return Outcome::kMoved;
+    const bool done = inst.mode[1] & 1 ? (barrier->phase & 1) != (context.Row(inst.source[1])[lane] & 1)
+                                       : barrier->phase != context.Wide(inst.source[1])[lane];
+    complete |= static_cast<uint32_t>(done) << lane;
+  }
+  // A waiting warp may be woken without a reason, as hardware does; and lanes of one barrier go together.
+  if (complete != context.mask && inst.mode[1] & 2 && !context.group.timed_out && machine.random().Below(16) != 0) {
+    return Outcome::kBlocked;
+  }
+  context.group.timed_out = false;
+  if (!(inst.mode[1] & 4)) {
+    // Lanes that wait for the same barrier learn together.
+    for (uint32_t rest = complete; rest != 0;) {
+      const uint32_t address = BarrierAddress(context, inst, std::countr_zero(rest));
+      uint32_t same = 0;
+      for (int lane = 0; lane < kLanes; ++lane) {
+        if (rest >> lane & 1 && BarrierAddress(context, inst, lane) == address) same |= 1u << lane;
+      }
+      machine.Learn(context.warp, same, machine.FindBarrier(context.cta, address)->completed);
+      rest &= ~same;
+    }
+  }
+  context.SetPredicate(inst.destination[0], complete);
+  return Outcome::kNext;
+}
+
+void DecodeMBarrier(Decoder& decoder, Parts& parts) {
+  Inst& inst = decoder.inst();
+  const std::string_view what = parts.Next();
+  Area area = Area::kShared;
+  const auto places = [&] {
+    for (;;) {
+      if (parts.Take("relaxed")) {
+        inst.mode[1] |= what == "test_wait" || what == "try_wait" ? 4u : kRelaxed;
+      } else if (!parts.Take("release") && !parts.Take("acquire") && !parts.Take("cta") && !parts.Take("cluster") &&
+                 !TakeArea(parts, &area)) {
+        return;
+      }
+    }
+  };
+  inst.mode[1] = 0;
+  if (what == "init" || what == "inval") {
+    places();
+    parts.Take("b64");
+    decoder.ExpectOperands(what == "init" ? 2 : 1, what == "init" ? 2 : 1);
+    inst.source[0] = decoder.Address(decoder.Operand(0), &inst.immediate[0]);
+    if (what == "init") inst.source[1] = decoder.Source(decoder.Operand(1), 32);
+    inst.execute = what == "init" ? BarrierInit : BarrierInvalidate;
+  } else if (what == "arrive" || what == "arrive_drop") {
+    inst.mode[1] = kArrives | (what == "arrive_drop" ? kDrops : 0);
+    if (parts.Take("expect_tx")) inst.mode[1] |= kExpects;
+    places();
+    if (parts.Take("noComplete")) decoder.Fail(".noComplete is not supported.");
+    if (!parts.Take("b64")) decoder.Fail("mbarrier instructions end in .b64.");
+    // The state is left out where the barrier may be in another CTA.
+    const bool has_state = decoder.Operand(0).kind != ptx::Operand::Kind::kAddress;
+    size_t at = 0;
+    if (has_state && decoder.Operand(at++).kind != ptx::Operand::Kind::kSink) {
+      inst.destination[0] = decoder.Destination(decoder.Operand(0), 64);
+    }
+    inst.source[0] = decoder.Address(decoder.Operand(at++), &inst.immediate[0]);
+    if (at < decoder.operand_count()) {
+      inst.source[1] = decoder.Source(decoder.Operand(at++), 32);
+      inst.mode[1] |= kHasOperand;
+    }
+    decoder.ExpectOperands(at, at);
+    if (inst.mode[1] & kExpects && !(inst.mode[1] & kHasOperand)) decoder.Fail("expect_tx needs a byte count.");
+    inst.execute = BarrierArrive;
+  } else if (what == "expect_tx" || what == "complete_tx") {
+    places();
+    parts.Take("b64");
+    decoder.ExpectOperands(2, 2);
+    inst.source[0] = decoder.Address(decoder.Operand(0), &inst.immediate[0]);
+    inst.source[1] = decoder.Source(decoder.Operand(1), 32);
+    inst.mode[1] = kHasOperand | (what == "expect_tx" ? kExpects : kCompletes);
+    inst.execute = BarrierArrive;
+  } else if (what == "test_wait" || what == "try_wait") {
+    const bool parity = parts.Take("parity");
+    places();
+    if (!parts.Take("b64")) decoder.Fail("mbarrier instructions end in .b64.");
+    decoder.ExpectOperands(3, 4);  // a fourth is a time limit, which a simulation has no clock for
+    inst.destination[0] = decoder.PredicateDestination(decoder.Operand(0));
+    inst.source[0] = decoder.Address(decoder.Operand(1), &inst.immediate[0]);
+    inst.source[1] = decoder.Source(decoder.Operand(2), parity ? 32 : 64);
+    inst.mode[1] |= (parity ? 1u : 0u) | (what == "try_wait" ? 2u : 0u);
+    inst.may_time_out = what == "try_wait";
+    inst.describe_wait = WaitsForPhase;
+    inst.execute = BarrierWait;
+  } else {
+    decoder.Fail("mbarrier." + std::string(what) + " is not supported.");
+  }
+  inst.mode[0] = static_cast<uint32_t>(area);
+}
+
+// ---- Addresses in a cluster
+
+// mode[0]: 64-bit generic addresses.
+Outcome MapAddress(Context& context, const Inst& inst) {
+  const uint32_t* rank = context.Row(inst.source[1]);
+  const auto ranks = static_cast<uint32_t>(context.cta.cluster->ctas.size());
+  for (int lane = 0; lane < kLanes; ++lane) {
+    if (!(context.mask >> lane & 1)) continue;
+    if (rank[lane] >= ranks) {
+      context.machine.Misuse(context, lane, "mapa names CTA " + std::to_string(rank[lane]) + " of a cluster of " +
+                                                std::to_string(ranks) + ".");
+      return Outcome::kMoved;
+    }
+    const uint64_t address = LaneAddress(context, inst.source[0], 0, lane);
+    const uint64_t mapped = (address & ~UINT64_C(0xff000000)) | uint64_t{rank[lane]} << 24;
+    if (inst.destination[0].bits == 64) {
+      context.MutableWide(inst.destination[0])[lane] = mapped;
+    } else {
+      context.MutableRow(inst.destination[0])[lane] = static_cast<uint32_t>(mapped);
+    }
+  }
+  return Outcome::kNext;
+}
+
+Outcome RankOfAddress(Context& context, const Inst& inst) {
+  for (int lane = 0; lane < kLanes; ++lane) {
+    if (!(context.mask >> lane & 1)) continue;
+    context.MutableRow(inst.destination[0])[lane] =
+        static_cast<uint32_t>(LaneAddress(context, inst.source[0], 0, lane) >> 24 & 0xff);
+  }
+  return Outcome::kNext;
+}
+
+Outcome Nothing(Context&, const Inst&) { return Outcome::kNext; }
+
+}  // namespace
+
+bool DecodeMemory(Decoder& decoder, Parts parts) {
+  Inst& inst = decoder.inst();
+  const std::string_view name = parts.Next();
+  if (name == "ld" || name == "ldu") {
+    DecodeLoadStore(decoder, parts, true);
+  } else if (name == "st") {
+    if (parts.Is("async") || parts.Is("bulk")) return false;
+    DecodeLoadStore(decoder, parts, false);
+  } else if (name == "atom" || name == "red") {
+    if (parts.Is("async")) return false;
+    DecodeAtomic(decoder, parts, name == "atom");
+  } else if (name == "fence" || name == "membar") {
+    if (parts.Take("proxy")) {
+      if (parts.Take("async") || parts.Take("async::generic")) {
+        inst.execute = ProxyFence;
+        parts.Take("global") || parts.Take("shared::cta") || parts.Take("shared::cluster");
+        while (parts.Take("acquire") || parts.Take("release") || parts.Take("sync_restrict::shared::cta") ||
+               parts.Take("sync_restrict::shared::cluster") || parts.Take("cluster")) {
+        }
+      } else if (parts.Take("alias")) {
+        inst.execute = MemoryFence;
+      } else if (parts.Take("tensormap::generic")) {
+        while (parts.Take("acquire") || parts.Take("release") || parts.Take("gpu") || parts.Take("cta") ||
+               parts.Take("cluster") || parts.Take("sys")) {
+        }
+        inst.execute = MemoryFence;
+      } else {
+        decoder.Fail("this proxy fence is not supported.");
+      }
+      if (decoder.operand_count() > 2) decoder.Fail("a fence has at most two operands.");
+    } else if (parts.Take("mbarrier_init")) {
+      parts.Take("release");
+      parts.Take("cluster");
+      inst.execute = BarrierInitFence;
+    } else {
+      while (parts.Take("sc") || parts.Take("acq_rel") || parts.Take("acquire") || parts.Take("release") ||
+             parts.Take("cta") || parts.Take("cluster") || parts.Take("gpu") || parts.Take("sys") ||
+             parts.Take("gl") || parts.Take("sync_restrict::shared::cta") ||
+             parts.Take("sync_restrict::shared::cluster")) {
+      }
+      inst.execute = MemoryFence;
+    }
+  } else if (name == "mbarrier") {
+    DecodeMBarrier(decoder, parts);
+  } else if (name == "mapa") {
+    parts.Take("shared::cluster");
+    const int bits = parts.Take("u64") ? 64 : 32;
+    if (bits == 32 && !parts.Take("u32")) decoder.Fail("mapa ends in .u32 or .u64.");
+    decoder.ExpectOperands(3, 3);
+    inst.destination[0] = decoder.Destination(decoder.Operand(0), bits);
+    inst.source[0] = decoder.Source(decoder.Operand(1), bits);
+    inst.source[1] = decoder.Source(decoder.Operand(2), 32);
+    inst.execute = MapAddress;
+  } else if (name == "getctarank") {
+    parts.Take("shared::cluster");
+    const int bits = parts.Take("u64") ? 64 : 32;
+    if (bits == 32 && !parts.Take("u32")) decoder.Fail("getctarank ends in .u32 or .u64.");
+    decoder.ExpectOperands(2, 2);
+    inst.destination[0] = decoder.Destination(decoder.Operand(0), 32);
+    inst.source[0] = decoder.Source(decoder.Operand(1), bits);
+    inst.execute = RankOfAddress;
+  } else if (name == "prefetch" || name == "prefetchu" || name == "discard" || name == "applypriority") {
+    // Hints about caches, which are not modelled.
+    while (!parts.done()) parts.Next();
+    inst.execute = Nothing;
+  } else {
+    return false;
+  }
+  if (!parts.done()) decoder.Fail("modifier \"." + std::string(parts.Peek()) + "\" is not supported here.");
+  return true;
+}
+
+}  // namespace jax_fa4::emulator

@@ -1,0 +1,353 @@
+// Matrix products whose results are in registers: wgmma and mma.sync, and the loads and stores that go with
+// them (ldmatrix, stmatrix).
+//
+// Source: PTX ISA 9.0, 9.7.14 (mma, ldmatrix, stmatrix), 9.7.15 (wgmma).
+
+#include <bit>
+#include <cstring>
+
+#include "csrc/emulator/machine.h"
+#include "csrc/emulator/tensor_core.h"
+
+namespace jax_fa4::emulator {
+namespace {
+
+uint64_t LaneValue(const Context& context, const Ref& ref, int lane) {
+  return ref.bits == 64 ? context.Wide(ref)[lane] : context.Row(ref)[lane];
+}
+
+Slot WarpgroupSlot(const Context& context) {
+  return static_cast<Slot>(context.cta.first_slot + context.warp.index * kWarpSlots + kWarpgroupSlot);
+}
+
+bool WholeWarp(const Context& context) { return (context.warp.live & ~context.mask) == 0; }
+
+std::string WaitsForWarp(Context&, const Inst&) { return "wait for the other lanes of their warp to arrive here"; }
+
+// The 16 x 16 operand A of a warp from its four registers (9.7.14.5.8).
+void GatherA(const Context& context, const Ref* refs, uint16_t* a) {
+  for (int r = 0; r < 4; ++r) {
+    const uint32_t* row = context.Row(refs[r]);
+    for (int lane = 0; lane < kLanes; ++lane) {
+      uint16_t* to = a + (lane / 4 + 8 * (r % 2)) * kMmaK + lane % 4 * 2 + 8 * (r / 2);
+      std::memcpy(to, &row[lane], 4);
+    }
+  }
+}
+
+// Accumulators of a warp: 16 rows by n columns, register i of lane l at row l/4 + 8 (i/2 % 2), column
+// 8 (i/4) + l%4 * 2 + i%2.
+void GatherD(const Context& context, const Ref* refs, uint32_t count, int n, float* d) {
+  for (uint32_t i = 0; i < count; ++i) {
+    const uint32_t* row = context.Row(refs[i]);
+    for (int lane = 0; lane < kLanes; ++lane) {
+      d[(lane / 4 + 8 * (i / 2 % 2)) * n + 8 * (i / 4) + lane % 4 * 2 + i % 2] = std::bit_cast<float>(row[lane]);
+    }
+  }
+}
+
+void ScatterD(Context& context, const Ref* refs, uint32_t count, int n, const float* d) {
+  for (uint32_t i = 0; i < count; ++i) {
+    if (!refs[i]) continue;
+    uint32_t* row = context.MutableRow(refs[i]);
+    for (int lane = 0; lane < kLanes; ++lane) {
+      row[lane] = std::bit_cast<uint32_t>(d[(lane / 4 + 8 * (i / 2 % 2)) * n + 8 * (i / 4) + lane % 4 * 2 + i % 2]);
+    }
+  }
+}
+
+// ---- wgmma. Each warp of a warpgroup computes 16 of the 64 rows, so none has to wait for another here.
+
+// mode[0]: n; mode[1]: types (bit 0 A, bit 1 B is bf16) and bit 2: A is in registers; mode[2]: bits 0 and 1 negate A
+// and B, bits 2 and 3 A and B are MN-major. source[0] A, source[1] B, source[2] predicate: add D.
+// The list of destinations is D, the list of sources D again and then A's registers.
+Outcome Warpgroup(Context& context, const Inst& inst) {
+  if (!WholeWarp(context)) return Outcome::kBlocked;
+  Machine& machine = context.machine;
+  const int n = static_cast<int>(inst.mode[0]);
+  const bool a_in_registers = inst.mode[1] & 4;
+  const int first = std::countr_zero(context.mask);
+  alignas(64) uint16_t a[64 * kMmaK], b[256 * kMmaK];
+  alignas(64) float d[16 * 256];
+  const Slot slot = WarpgroupSlot(context);
+  const uint32_t time = ++machine.Time(context.cta, slot);
+  VectorClock clock = machine.KnowledgeOf(context.warp, context.mask);
+  clock.SetSeen(slot, time);
+  const Access access{time, slot, static_cast<uint8_t>(first), true, context.group.pc};
+  const auto read = [&](const Ref& source, Major major, int rows, uint16_t* operand) -> std::string {
+    MatrixDescriptor descriptor;
+    std::string fault = DecodeMatrixDescriptor(LaneValue(context, source, first), DescriptorForm::kHopper, &descriptor);
+    if (!fault.empty()) return fault;
+    if (machine.options().check_races) {
+      const auto size = static_cast<uint32_t>(context.cta.shared.size());
+      ForEachChunk(descriptor, major, rows, [&](uint32_t address) {
+        if (address + 16 <= size) machine.CheckShared(access, clock, {&context.cta, address}, 16, false);
+      });
+    }
+    return GatherOperand(descriptor, major, rows, context.cta.shared, operand);
+  };
+  std::string fault = read(inst.source[1], inst.mode[2] & 8 ? Major::kMn : Major::kK, n, b);
+  const Ref* refs = &machine.program().refs[inst.first_source];
+  const uint32_t count = inst.destination_count;
+  uint16_t* rows_of_warp = a;
+  if (a_in_registers) {
+    GatherA(context, refs + count, a);
+  } else if (fault.empty()) {
+    fault = read(inst.source[0], inst.mode[2] & 4 ? Major::kMn : Major::kK, 64, a);
+    rows_of_warp = a + context.warp.index % 4 * 16 * kMmaK;
+  }
+  if (!fault.empty()) {
+    machine.Misuse(context, first, fault);
+    return Outcome::kMoved;
+  }
+  MmaOptions options;
+  options.a_type = inst.mode[1] & 1 ? HalfType::kBf16 : HalfType::kF16;
+  options.b_type = inst.mode[1] & 2 ? HalfType::kBf16 : HalfType::kF16;
+  options.negate_a = inst.mode[2] & 1;
+  options.negate_b = inst.mode[2] & 2;
+  options.accumulate = inst.source[2] ? context.Predicate(inst.source[2]) >> first & 1 : inst.mode[3] != 0;
+  GatherD(context, refs, count, n, d);
+  MmaHopper(options, {.m = 16, .n = n, .a = rows_of_warp, .a_stride = kMmaK, .b = b, .b_stride = kMmaK, .d = d,
+                      .d_stride = n});
+  ScatterD(context, &machine.program().refs[inst.first_destination], count, n, d);
+  return Outcome::kNext;
+}
+
+Outcome WarpgroupFence(Context& context, const Inst&) {
+  return WholeWarp(context) ? Outcome::kNext : Outcome::kBlocked;
+}
+
+Outcome WarpgroupCommit(Context& context, const Inst&) {
+  if (!WholeWarp(context)) return Outcome::kBlocked;
+  context.warp.warpgroup_groups.push_back(context.machine.Time(context.cta, WarpgroupSlot(context)));
+  return Outcome::kNext;
+}
+
+Outcome WarpgroupWait(Context& context, const Inst& inst) {
+  if (!WholeWarp(context)) return Outcome::kBlocked;
+  auto& groups = context.warp.warpgroup_groups;
+  uint32_t time = 0;
+  while (static_cast<int64_t>(groups.size()) > inst.immediate[0]) {
+    time = groups.front();
+    groups.pop_front();
+  }
+  if (time != 0) {
+    VectorClock clock(context.cta.cluster->times.size());
+    clock.SetSeen(WarpgroupSlot(context), time);
+    context.machine.Learn(context.warp, context.mask, clock);
+  }
+  return Outcome::kNext;
+}
+
+// ---- mma.sync.m16n8k16
+
+// mode[1]: types as above. The list of sources: A (4), B (2), C (4).
+Outcome WarpMma(Context& context, const Inst& inst) {
+  if (!WholeWarp(context)) return Outcome::kBlocked;
+  alignas(64) uint16_t a[16 * kMmaK], b[8 * kMmaK];
+  alignas(64) float d[16 * 8];
+  const Ref* refs = &context.machine.program().refs[inst.first_source];
+  GatherA(context, refs, a);
+  for (int r = 0; r < 2; ++r) {
+    const uint32_t* row = context.Row(refs[4 + r]);
+    for (int lane = 0; lane < kLanes; ++lane) {
+      std::memcpy(b + lane / 4 * kMmaK + lane % 4 * 2 + 8 * r, &row[lane], 4);
+    }
+  }
+  GatherD(context, refs + 6, 4, 8, d);
+  MmaOptions options;
+  options.a_type = options.b_type = inst.mode[1] & 1 ? HalfType::kBf16 : HalfType::kF16;
+  MmaHopper(options, {.m = 16, .n = 8, .a = a, .a_stride = kMmaK, .b = b, .b_stride = kMmaK, .d = d, .d_stride = 8});
+  ScatterD(context, &context.machine.program().refs[inst.first_destination], 4, 8, d);
+  return Outcome::kNext;
+}
+
+// ---- ldmatrix and stmatrix: 8 x 8 matrices of 16-bit elements, whose rows' addresses lanes 8i to 8i + 7 give
+
+// The bytes of row `row` of matrix `matrix`, checked; null after a report.
+uint8_t* MatrixRow(Context& context, const Inst& inst, int matrix, int row, bool write) {
+  const int lane = matrix * 8 + row;
+  auto address = static_cast<uint32_t>(LaneValue(context, inst.source[0], lane) + inst.immediate[0]);
+  if (address >> 24 == 0) address |= context.cta.rank << 24;
+  const auto place = context.machine.FindShared(context.cta, address, 16);
+  if (!place || place->offset % 16 != 0) {
+    context.machine.Misuse(context, lane, "a row of a matrix lies out of range, or not aligned to 16 bytes.", true,
+                           Report::Kind::kMemory);
+    return nullptr;
+  }
+  context.machine.AccessShared(context, lane, *place, 16, write);
+  return place->cta->shared.data() + place->offset;
+}
+
+// mode[0]: matrices; mode[1]: transposed.
+Outcome MoveMatrices(Context& context, const Inst& inst, bool load) {
+  if (!WholeWarp(context)) return Outcome::kBlocked;
+  const Program& program = context.machine.program();
+  for (int matrix = 0; matrix < static_cast<int>(inst.mode[0]); ++matrix) {
+    uint8_t* rows[8];
+    for (int row = 0; row < 8; ++row) {
+      rows[row] = MatrixRow(context, inst, matrix, row, !load);
+      if (rows[row] == nullptr) return Outcome::kMoved;
+    }
+    const Ref& ref = program.refs[(load ? inst.first_destination : inst.first_source) + static_cast<uint32_t>(matrix)];
+    uint32_t values[kLanes];
+    if (!load) std::memcpy(values, context.Row(ref), sizeof(values));
+    for (int lane = 0; lane < kLanes; ++lane) {
+      uint16_t pair[2];
+      if (!load) std::memcpy(pair, &values[lane], 4);
+      for (int j = 0; j < 2; ++j) {
+        const int row = inst.mode[1] ? lane % 4 * 2 + j : lane / 4;
+        const int column = inst.mode[1] ? lane / 4 : lane % 4 * 2 + j;
+        uint8_t* element = rows[row] + 2 * column;
+        if (load) std::memcpy(&pair[j], element, 2);
+        else std::memcpy(element, &pair[j], 2);
+      }
+      if (load) std::memcpy(&values[lane], pair, 4);
+    }
+    if (load && ref) std::memcpy(context.MutableRow(ref), values, sizeof(values));
+  }
+  return Outcome::kNext;
+}
+
+Outcome LoadMatrix(Context& context, const Inst& inst) { return MoveMatrices(context, inst, true); }
+Outcome StoreMatrix(Context& context, const Inst& inst) { return MoveMatrices(context, inst, false); }
+
+// ---- Decoding
+
+// "m64n128k16" as three numbers.
+bool Shape(std::string_view text, int* m, int* n, int* k) {
+  int values[3] = {};
+  const char letters[3] = {'m', 'n', 'k'};
+  for (int i = 0; i < 3; ++i) {
+    if (text.empty() || text[0] != letters[i]) return false;
+    text.remove_prefix(1);
+    while (!text.empty() && text[0] >= '0' && text[0] <= '9' && values[i] < 10000) {
+      values[i] = values[i] * 10 + (text[0] - '0');
+      text.remove_prefix(1);
+    }
+  }
+  *m = values[0];
+  *n = values[1];
+  *k = values[2];
+  return text.empty();
+}
+
+void DecodeWarpgroup(Decoder& decoder, Parts& parts) {
+  Inst& inst = decoder.inst();
+  int m = 0, n = 0, k = 0;
+  if (!parts.Take("sync") || !parts.Take("aligned") || !Shape(parts.Next(), &m, &n, &k) || m != 64 || k != 16 ||
+      n % 8 != 0 || n < 8 || n > 256) {
+    decoder.Fail("wgmma.mma_async is .sync.aligned.m64nNk16 with N a multiple of 8 up to 256.");
+  }
+  if (!parts.Take("f32")) decoder.Fail("only .f32 accumulators are supported.");
+  const std::string_view a = parts.Next(), b = parts.Next();
+  if (a != b || (a != "bf16" && a != "f16")) decoder.Fail("wgmma operands are .bf16 or .f16.");
+  const bool in_registers = decoder.Operand(1).kind == ptx::Operand::Kind::kVector;
+  decoder.ExpectOperands(in_registers ? 7 : 8, in_registers ? 7 : 8);
+  inst.mode[0] = static_cast<uint32_t>(n);
+  inst.mode[1] = (a == "bf16" ? 3 : 0) | (in_registers ? 4 : 0);
+  decoder.DestinationList(decoder.Operand(0), 32);
+  ptx::Operand sources = decoder.Operand(0);
+  if (sources.kind != ptx::Operand::Kind::kVector) decoder.Fail("wgmma's accumulators are a vector.");
+  if (in_registers) {
+    const auto& more = decoder.Operand(1).elements;
+    if (more.size() != 4) decoder.Fail("wgmma takes A from 4 registers.");
+    sources.elements.insert(sources.elements.end(), more.begin(), more.end());
+  } else {
+    inst.source[0] = decoder.Source(decoder.Operand(1), 64);
+  }
+  decoder.SourceList(sources, 32);
+  if (inst.destination_count != inst.mode[0] / 2) decoder.Fail("the number of accumulators is not that of the shape.");
+  inst.source[1] = decoder.Source(decoder.Operand(2), 64);
+  if (decoder.Operand(3).kind == ptx::Operand::Kind::kImmediate) {
+    inst.mode[3] = decoder.Constant(decoder.Operand(3)) != 0;
+  } else {
+    inst.source[2] = decoder.PredicateSource(decoder.Operand(3));
+  }
+  if (decoder.Constant(decoder.Operand(4)) < 0) inst.mode[2] |= 1;
+  if (decoder.Constant(decoder.Operand(5)) < 0) inst.mode[2] |= 2;
+  if (in_registers) {
+    if (decoder.Constant(decoder.Operand(6)) != 0) inst.mode[2] |= 8;
+  } else {
+    if (decoder.Constant(decoder.Operand(6)) != 0) inst.mode[2] |= 4;
+    if (decoder.Constant(decoder.Operand(7)) != 0) inst.mode[2] |= 8;
+  }
+  inst.execute = Warpgroup;
+  inst.describe_wait = WaitsForWarp;
+}
+
+}  // namespace
+
+bool DecodeMatrix(Decoder& decoder, Parts parts) {
+  Inst& inst = decoder.inst();
+  const std::string_view name = parts.Next();
+  if (name == "wgmma") {
+    const std::string_view what = parts.Next();
+    if (what == "mma_async") {
+      DecodeWarpgroup(decoder, parts);
+    } else {
+      if (!parts.Take("sync") || !parts.Take("aligned")) decoder.Fail("wgmma instructions are .sync.aligned.");
+      if (what == "fence") {
+        inst.execute = WarpgroupFence;
+      } else if (what == "commit_group") {
+        inst.execute = WarpgroupCommit;
+      } else if (what == "wait_group") {
+        decoder.ExpectOperands(1, 1);
+        inst.immediate[0] = decoder.Constant(decoder.Operand(0));
+        inst.execute = WarpgroupWait;
+      } else {
+        decoder.Fail("wgmma." + std::string(what) + " is not supported.");
+      }
+      inst.describe_wait = WaitsForWarp;
+    }
+  } else if (name == "mma") {
+    int m = 0, n = 0, k = 0;
+    if (!parts.Take("sync") || !parts.Take("aligned") || !Shape(parts.Next(), &m, &n, &k) || m != 16 || n != 8 ||
+        k != 16 || !parts.Take("row") || !parts.Take("col") || !parts.Take("f32")) {
+      decoder.Fail("of mma.sync, only .m16n8k16.row.col with .f32 accumulators is supported.");
+    }
+    const std::string_view a = parts.Next(), b = parts.Next();
+    if (a != b || (a != "bf16" && a != "f16") || !parts.Take("f32")) decoder.Fail("mma operands are .bf16 or .f16.");
+    inst.mode[1] = a == "bf16";
+    decoder.ExpectOperands(4, 4);
+    decoder.DestinationList(decoder.Operand(0), 32);
+    ptx::Operand sources = decoder.Operand(1);
+    for (const size_t i : {size_t{2}, size_t{3}}) {
+      const auto& more = decoder.Operand(i).elements;
+      sources.elements.insert(sources.elements.end(), more.begin(), more.end());
+    }
+    decoder.SourceList(sources, 32);
+    if (inst.source_count != 10 || inst.destination_count != 4) decoder.Fail("the number of registers is wrong.");
+    inst.execute = WarpMma;
+    inst.describe_wait = WaitsForWarp;
+  } else if (name == "ldmatrix" || name == "stmatrix") {
+    const bool load = name == "ldmatrix";
+    if (!parts.Take("sync") || !parts.Take("aligned") || !parts.Take("m8n8")) {
+      decoder.Fail("matrices are moved by .sync.aligned.m8n8.");
+    }
+    inst.mode[0] = parts.Take("x4") ? 4 : parts.Take("x2") ? 2 : parts.Take("x1") ? 1 : 0;
+    if (inst.mode[0] == 0) decoder.Fail("matrices are moved by .x1, .x2 or .x4.");
+    inst.mode[1] = parts.Take("trans");
+    if (!parts.Take("shared")) parts.Take("shared::cta");
+    if (!parts.Take("b16")) decoder.Fail("matrices have .b16 elements.");
+    decoder.ExpectOperands(2, 2);
+    if (load) {
+      decoder.DestinationList(decoder.Operand(0), 32);
+      inst.source[0] = decoder.Address(decoder.Operand(1), &inst.immediate[0]);
+    } else {
+      inst.source[0] = decoder.Address(decoder.Operand(0), &inst.immediate[0]);
+      decoder.SourceList(decoder.Operand(1), 32);
+    }
+    if ((load ? inst.destination_count : inst.source_count) != inst.mode[0]) {
+      decoder.Fail("the number of registers is not that of the opcode.");
+    }
+    inst.execute = load ? LoadMatrix : StoreMatrix;
+    inst.describe_wait = WaitsForWarp;
+  } else {
+    return false;
+  }
+  if (!parts.done()) decoder.Fail("modifier \"." + std::string(parts.Peek()) + "\" is not supported here.");
+  return true;
+}
+
+}  // namespace jax_fa4::emulator

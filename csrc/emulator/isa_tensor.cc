@@ -1,0 +1,519 @@
+// The tensor core: tcgen05 and its memory.
+//
+// Source: PTX ISA 9.0, 9.7.16 (tcgen05).
+
+#include "csrc/emulator/tensor_core.h"
+
+#include <bit>
+#include <cstring>
+
+#include "csrc/emulator/machine.h"
+
+namespace jax_fa4::emulator {
+namespace {
+
+constexpr uint32_t kTensorColumns = 512, kTensorLanes = 128, kColumnGroup = 32;
+
+uint64_t LaneValue(const Context& context, const Ref& ref, int lane) {
+  return ref.bits == 64 ? context.Wide(ref)[lane] : context.Row(ref)[lane];
+}
+
+Slot WarpSlot(const Context& context, int which) {
+  return static_cast<Slot>(context.cta.first_slot + context.warp.index * kWarpSlots + which);
+}
+
+Slot PipeSlot(const Cta& cta) { return static_cast<Slot>(cta.first_slot + cta.warps.size() * kWarpSlots); }
+
+// An instruction that a whole warp executes together.
+bool WholeWarp(const Context& context) { return (context.warp.live & ~context.mask) == 0; }
+
+std::string WaitsForWarp(Context&, const Inst&) { return "wait for the other lanes of their warp to arrive here"; }
+
+// ---- Allocation
+
+std::string WaitsForColumns(Context& context, const Inst& inst) {
+  const int lane = std::countr_zero(context.mask);
+  return "wait for " + std::to_string(LaneValue(context, inst.source[1], lane)) + " columns of tensor memory";
+}
+
+Outcome Allocate(Context& context, const Inst& inst) {
+  if (!WholeWarp(context)) return Outcome::kBlocked;
+  Machine& machine = context.machine;
+  const int lane = std::countr_zero(context.mask);
+  const auto columns = static_cast<uint32_t>(LaneValue(context, inst.source[1], lane));
+  if (columns < 32 || columns > kTensorColumns || !std::has_single_bit(columns)) {
+    machine.Misuse(context, lane, "tcgen05.alloc takes 32, 64, 128, 256 or 512 columns, not " +
+                                      std::to_string(columns) + ".");
+    return Outcome::kMoved;
+  }
+  Cta& cta = context.cta;
+  if (!cta.may_allocate) {
+    machine.Misuse(context, lane, "tcgen05.alloc after tcgen05.relinquish_alloc_permit.");
+    return Outcome::kMoved;
+  }
+  const uint32_t groups = columns / kColumnGroup;
+  uint32_t first = 0;
+  for (uint32_t run = 0; first + run < cta.tensor_columns.size();) {
+    if (cta.tensor_columns[first + run]) {
+      first += run + 1;
+      run = 0;
+    } else if (++run == groups) {
+      break;
+    }
+  }
+  if (first + groups > cta.tensor_columns.size()) return Outcome::kBlocked;
+  if (cta.tensor.empty()) {
+    cta.tensor.assign(kTensorLanes * kTensorColumns, 0x7fbadbad);  // NaN: what a kernel must not rely on
+    cta.tensor_shadow = Shadow(machine.options().check_races ? kTensorLanes * kTensorColumns / 8 : 0);
+  }
+  for (uint32_t i = 0; i < groups; ++i) cta.tensor_columns[first + i] = true;
+  const auto to = static_cast<uint32_t>(LaneValue(context, inst.source[0], lane) + inst.immediate[0]);
+  const auto place = machine.FindShared(cta, to >> 24 ? to : to | cta.rank << 24, 4);
+  if (!place || place->offset % 4 != 0) {
+    machine.Misuse(context, lane, "tcgen05.alloc writes its result out of range.", true, Report::Kind::kMemory);
+    return Outcome::kMoved;
+  }
+  machine.AccessShared(context, lane, *place, 4, true);
+  const uint32_t address = first * kColumnGroup;
+  std::memcpy(place->cta->shared.data() + place->offset, &address, 4);
+  return Outcome::kNext;
+}
+
+Outcome Deallocate(Context& context, const Inst& inst) {
+  if (!WholeWarp(context)) return Outcome::kBlocked;
+  const int lane = std::countr_zero(context.mask);
+  const auto address = static_cast<uint32_t>(LaneValue(context, inst.source[0], lane));
+  const auto columns = static_cast<uint32_t>(LaneValue(context, inst.source[1], lane));
+  const uint32_t first = address / kColumnGroup, groups = columns / kColumnGroup;
+  bool valid = columns % kColumnGroup == 0 && address % kColumnGroup == 0 && groups > 0 && first + groups <= 16;
+  for (uint32_t i = 0; valid && i < groups; ++i) valid = context.cta.tensor_columns[first + i];
+  if (!valid) {
+    context.machine.Misuse(context, lane, "tcgen05.dealloc of " + std::to_string(columns) + " columns at " +
+                                              std::to_string(address) + ", which are not allocated.");
+    return Outcome::kMoved;
+  }
+  for (uint32_t i = 0; i < groups; ++i) context.cta.tensor_columns[first + i] = false;
+  context.machine.Wake(context.cta);
+  return Outcome::kNext;
+}
+
+Outcome Relinquish(Context& context, const Inst&) {
+  if (!WholeWarp(context)) return Outcome::kBlocked;
+  context.cta.may_allocate = false;
+  return Outcome::kNext;
+}
+
+// ---- Matrix products
+
+// Checks that columns of tensor memory are allocated.
+bool Allocated(const Cta& cta, uint32_t column, uint32_t columns) {
+  if (column + columns > kTensorColumns) return false;
+  for (uint32_t i = column / kColumnGroup; i <= (column + columns - 1) / kColumnGroup; ++i) {
+    if (!cta.tensor_columns[i]) return false;
+  }
+  return true;
+}
+
+struct Product {
+  InstructionDescriptor descriptor;
+  int cta_group = 1;
+  bool accumulate = false;
+  bool a_in_tensor = false;
+  uint32_t d = 0, a_tensor = 0;
+  MatrixDescriptor a, b;
+};
+
+// Reads `rows` of an operand from one CTA's shared memory, as the tensor core would.
+std::string ReadOperand(Machine& machine, const Operation& self, Cta& cta, const MatrixDescriptor& descriptor,
+                        Major major, int rows, uint16_t* operand) {
+  if (machine.options().check_races) {
+    const Access access = self.access();
+    const auto size = static_cast<uint32_t>(cta.shared.size());
+    ForEachChunk(descriptor, major, rows, [&](uint32_t address) {
+      if (address + 16 <= size) machine.CheckShared(access, self.clock, {&cta, address}, 16, false);
+    });
+  }
+  return GatherOperand(descriptor, major, rows, cta.shared, operand);
+}
+
+void Multiply(Machine& machine, Operation& self, const Product& product) {
+  std::vector<Cta*> ctas;
+  if (product.cta_group == 2) {
+    for (const auto& one : self.cta->cluster->ctas) {
+      if (one->rank / 2 == self.cta->rank / 2) ctas.push_back(one.get());
+    }
+  } else {
+    ctas.push_back(self.cta);
+  }
+  const InstructionDescriptor& shape = product.descriptor;
+  const int rows = shape.m / static_cast<int>(ctas.size());
+  const int columns_of_cta = shape.n / static_cast<int>(ctas.size());
+  alignas(64) uint16_t a[128 * kMmaK], b[256 * kMmaK];
+  std::string fault;
+  for (size_t i = 0; i < ctas.size() && fault.empty(); ++i) {
+    fault = ReadOperand(machine, self, *ctas[i], product.b, shape.b_major, columns_of_cta,
+                        b + i * columns_of_cta * kMmaK);
+  }
+  const Access access = self.access();
+  const uint32_t lane = product.d >> 16, column = product.d & 0xffff;
+  for (Cta* cta : ctas) {
+    if (!fault.empty()) break;
+    // Of a pair's 128 rows each CTA has 64, whose second half of columns lies in the upper 64 lanes.
+    const bool folded = rows == 64 && product.cta_group == 2;
+    const uint32_t columns = static_cast<uint32_t>(folded ? shape.n / 2 : shape.n);
+    if (cta->tensor.empty() || !Allocated(*cta, column, columns) || lane != 0) {
+      fault = "tcgen05.mma writes columns [" + std::to_string(column) + ", " + std::to_string(column + columns) +
+              ") from lane " + std::to_string(lane) + " of tensor memory, which are not all allocated.";
+      break;
+    }
+    if (product.a_in_tensor) {
+      const uint32_t at = product.a_tensor & 0xffff;
+      if (product.a_tensor >> 16 != 0 || !Allocated(*cta, at, 8)) {
+        fault = "tcgen05.mma reads A from tensor memory that is not allocated.";
+        break;
+      }
+      for (int row = 0; row < rows; ++row) {
+        machine.AccessTensor(access, self.clock, *cta, static_cast<uint32_t>(row), at, 8, false);
+        std::memcpy(a + row * kMmaK, &cta->tensor[row * kTensorColumns + at], 2 * kMmaK);
+      }
+    } else {
+      fault = ReadOperand(machine, self, *cta, product.a, shape.a_major, rows, a);
+      if (!fault.empty()) break;
+    }
+    MmaOptions options{.a_type = shape.a_type, .b_type = shape.b_type, .negate_a = shape.negate_a,
+                       .negate_b = shape.negate_b, .accumulate = product.accumulate};
+    const int parts = folded ? 2 : 1;
+    for (int part = 0; part < parts; ++part) {
+      for (int row = 0; row < rows; ++row) {
+        const auto at = static_cast<uint32_t>(row + 64 * part);
+        machine.AccessTensor(access, self.clock, *cta, at, column, columns, true);
+      }
+      MmaOperands operands;
+      operands.m = rows;
+      operands.n = static_cast<int>(columns);
+      operands.a = a;
+      operands.b = b + part * static_cast<int>(columns) * kMmaK;
+      operands.d = reinterpret_cast<float*>(&cta->tensor[static_cast<size_t>(64 * part) * kTensorColumns + column]);
+      operands.d_stride = kTensorColumns;
+      MmaBlackwell(options, operands);
+    }
+  }
+  if (!fault.empty()) machine.OperationFault(self, fault);
+}
+
+// source[0] D, source[1] A (descriptor or address), source[2] B, source[3] instruction descriptor,
+// source[4] predicate: whether D is added. mode[0]: CTA group; mode[1]: A is in tensor memory; mode[2]: D is
+// added if there is no predicate. immediate: offsets of D and A.
+Outcome Mma(Context& context, const Inst& inst) {
+  Machine& machine = context.machine;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    if (!(context.mask >> lane & 1)) continue;
+    Product product;
+    product.cta_group = static_cast<int>(inst.mode[0]);
+    product.a_in_tensor = inst.mode[1];
+    product.accumulate = inst.source[4] ? context.Predicate(inst.source[4]) >> lane & 1 : inst.mode[2];
+    product.d = static_cast<uint32_t>(LaneValue(context, inst.source[0], lane) + inst.immediate[0]);
+    const auto bits = static_cast<uint32_t>(LaneValue(context, inst.source[3], lane));
+    std::string fault = DecodeInstructionDescriptor(bits, product.cta_group, &product.descriptor);
+    if (fault.empty() && product.descriptor.m / product.cta_group == 64 && product.cta_group == 1) {
+      fault = "M = 64 of one CTA is not supported.";
+    }
+    if (fault.empty() && !product.descriptor.d_is_f32) fault = "f16 accumulators are not supported.";
+    const uint64_t a = LaneValue(context, inst.source[1], lane) + static_cast<uint64_t>(inst.immediate[1]);
+    if (product.a_in_tensor) {
+      product.a_tensor = static_cast<uint32_t>(a);
+    } else if (fault.empty()) {
+      fault = DecodeMatrixDescriptor(a, DescriptorForm::kBlackwell, &product.a);
+    }
+    if (fault.empty()) {
+      fault = DecodeMatrixDescriptor(LaneValue(context, inst.source[2], lane), DescriptorForm::kBlackwell, &product.b);
+    }
+    if (fault.empty() && product.cta_group == 2 && context.cta.cluster->ctas.size() < 2) {
+      fault = "cta_group::2 needs a cluster of two CTAs.";
+    }
+    for (uint32_t i = 0; i < inst.source_count && fault.empty(); ++i) {
+      if (LaneValue(context, machine.program().refs[inst.first_source + i], lane) != 0) {
+        fault = "masks of lanes that tcgen05.mma leaves alone are not supported.";
+      }
+    }
+    if (!fault.empty()) {
+      machine.Misuse(context, lane, fault);
+      return Outcome::kMoved;
+    }
+    auto operation = machine.NewOperation(context, lane, "tcgen05.mma", PipeSlot(context.cta));
+    operation->run = [&machine, product](Operation& self) { Multiply(machine, self, product); };
+    context.cta.tensor_pipe.push_back(std::move(operation));
+    machine.Advance(context.warp, context.mask);
+  }
+  return Outcome::kNext;
+}
+
+// Arrives at the mbarrier when all that its thread has issued is done. mode[1]: multicast.
+Outcome Commit(Context& context, const Inst& inst) {
+  Machine& machine = context.machine;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    if (!(context.mask >> lane & 1)) continue;
+    auto address = static_cast<uint32_t>(LaneValue(context, inst.source[0], lane) + inst.immediate[0]);
+    if (inst.mode[1] == 0 && address >> 24 == 0) address |= context.cta.rank << 24;
+    const auto place = machine.FindShared(context.cta, address, 8);
+    if (!place) {
+      machine.Misuse(context, lane, "tcgen05.commit names an mbarrier out of range.", true, Report::Kind::kMemory);
+      return Outcome::kMoved;
+    }
+    std::vector<Machine::SharedPlace> places;
+    if (inst.mode[1]) {
+      const auto ctas = static_cast<uint32_t>(LaneValue(context, inst.source[1], lane));
+      for (const auto& one : context.cta.cluster->ctas) {
+        if (ctas >> one->rank & 1) places.push_back({one.get(), place->offset});
+      }
+    } else {
+      places.push_back(*place);
+    }
+    auto operation = machine.NewOperation(context, lane, "tcgen05.commit", PipeSlot(context.cta));
+    operation->run = [&machine, places](Operation& self) {
+      for (const Machine::SharedPlace& one : places) {
+        const auto it = one.cta->mbarriers.find(one.offset);
+        if (it == one.cta->mbarriers.end() || it->second.pending == 0) {
+          machine.OperationFault(self, "tcgen05.commit arrives where no mbarrier is initialised.");
+          return;
+        }
+        machine.Arrive(*one.cta, it->second, 1, self.clock);
+      }
+    };
+    context.cta.tensor_pipe.push_back(std::move(operation));
+    machine.Advance(context.warp, context.mask);
+  }
+  return Outcome::kNext;
+}
+
+// ---- Tensor memory and registers
+
+// The lane at which the warp's quadrant starts and the column, checked; false after a report.
+bool Quadrant(Context& context, uint32_t address, uint32_t columns, uint32_t* lane, uint32_t* column) {
+  *lane = static_cast<uint32_t>(context.warp.index % 4) * 32;
+  *column = address & 0xffff;
+  const int first = std::countr_zero(context.mask);
+  if (address >> 16 != *lane) {
+    context.machine.Misuse(context, first, "warp " + std::to_string(context.warp.index) + " reaches lanes " +
+                                               std::to_string(*lane) + " to " + std::to_string(*lane + 31) +
+                                               " of tensor memory only, but its address names lane " +
+                                               std::to_string(address >> 16) + ".");
+    return false;
+  }
+  if (context.cta.tensor.empty() || !Allocated(context.cta, *column, columns)) {
+    context.machine.Misuse(context, first, "columns [" + std::to_string(*column) + ", " +
+                                               std::to_string(*column + columns) +
+                                               ") of tensor memory are not all allocated.");
+    return false;
+  }
+  return true;
+}
+
+bool SameAddress(Context& context, const Inst& inst, uint32_t* address) {
+  const int first = std::countr_zero(context.mask);
+  *address = static_cast<uint32_t>(LaneValue(context, inst.source[0], first) + inst.immediate[0]);
+  for (int lane = first; lane < kLanes; ++lane) {
+    if (!(context.mask >> lane & 1)) continue;
+    if (LaneValue(context, inst.source[0], lane) + inst.immediate[0] != *address) {
+      context.machine.Misuse(context, lane, "the lanes of a warp name different addresses of tensor memory.");
+      return false;
+    }
+  }
+  return true;
+}
+
+// What one of the warp's tensor-memory units knows: all that its lanes do, and itself.
+VectorClock UnitClock(Context& context, Slot slot, uint32_t time) {
+  VectorClock clock = context.machine.KnowledgeOf(context.warp, context.mask);
+  clock.SetSeen(slot, time);
+  return clock;
+}
+
+// 32x32b: register r of thread t is column r of lane t.
+Outcome LoadTensor(Context& context, const Inst& inst) {
+  if (!WholeWarp(context)) return Outcome::kBlocked;
+  Machine& machine = context.machine;
+  uint32_t address, lane, column;
+  const uint32_t columns = inst.destination_count;
+  if (!SameAddress(context, inst, &address) || !Quadrant(context, address, columns, &lane, &column)) {
+    return Outcome::kMoved;
+  }
+  const Slot slot = WarpSlot(context, kTensorLoadSlot);
+  const uint32_t time = ++machine.Time(context.cta, slot);
+  const VectorClock clock = UnitClock(context, slot, time);
+  for (uint32_t t = 0; t < kLanes; ++t) {
+    machine.AccessTensor({time, slot, static_cast<uint8_t>(t), true, context.group.pc}, clock, context.cta, lane + t,
+                         column, columns, false);
+  }
+  std::vector<uint64_t>& pending = context.warp.pending_rows;
+  if (pending.empty()) pending.assign((machine.program().register_rows + 63) / 64, 0);
+  const Ref* refs = &machine.program().refs[inst.first_destination];
+  const uint32_t* from = &context.cta.tensor[lane * kTensorColumns + column];
+  for (uint32_t r = 0; r < columns; ++r) {
+    if (!refs[r]) continue;
+    uint32_t* row = context.MutableRow(refs[r]);
+    for (uint32_t t = 0; t < kLanes; ++t) row[t] = from[t * kTensorColumns + r];
+    const uint32_t number = refs[r].index / kRowWords;
+    pending[number / 64] |= uint64_t{1} << (number % 64);
+  }
+  return Outcome::kNext;
+}
+
+Outcome StoreTensor(Context& context, const Inst& inst) {
+  if (!WholeWarp(context)) return Outcome::kBlocked;
+  Machine& machine = context.machine;
+  uint32_t address, lane, column;
+  const uint32_t columns = inst.source_count;
+  if (!SameAddress(context, inst, &address) || !Quadrant(context, address, columns, &lane, &column)) {
+    return Outcome::kMoved;
+  }
+  const Slot slot = WarpSlot(context, kTensorStoreSlot);
+  const uint32_t time = ++machine.Time(context.cta, slot);
+  const VectorClock clock = UnitClock(context, slot, time);
+  for (uint32_t t = 0; t < kLanes; ++t) {
+    machine.AccessTensor({time, slot, static_cast<uint8_t>(t), true, context.group.pc}, clock, context.cta, lane + t,
+                         column, columns, true);
+  }
+  const Ref* refs = &machine.program().refs[inst.first_source];
+  uint32_t* to = &context.cta.tensor[lane * kTensorColumns + column];
+  for (uint32_t r = 0; r < columns; ++r) {
+    const uint32_t* row = context.Row(refs[r]);
+    for (uint32_t t = 0; t < kLanes; ++t) to[t * kTensorColumns + r] = row[t];
+  }
+  return Outcome::kNext;
+}
+
+// mode[0]: which unit of the warp.
+Outcome WaitTensor(Context& context, const Inst& inst) {
+  if (!WholeWarp(context)) return Outcome::kBlocked;
+  context.machine.LearnSlot(context.warp, context.mask, WarpSlot(context, static_cast<int>(inst.mode[0])));
+  if (inst.mode[0] == kTensorLoadSlot) context.warp.pending_rows.clear();
+  return Outcome::kNext;
+}
+
+Outcome FenceTensor(Context&, const Inst&) { return Outcome::kNext; }
+
+// ---- Decoding
+
+int TakeCtaGroup(Decoder& decoder, Parts& parts) {
+  if (parts.Take("cta_group::1")) return 1;
+  if (parts.Take("cta_group::2")) return 2;
+  decoder.Fail("expected .cta_group::1 or .cta_group::2.");
+}
+
+void DecodeMma(Decoder& decoder, Parts& parts) {
+  Inst& inst = decoder.inst();
+  inst.mode[0] = static_cast<uint32_t>(TakeCtaGroup(decoder, parts));
+  if (!parts.Take("kind::f16")) decoder.Fail("only .kind::f16 is supported.");
+  // Where the collector keeps A has no effect on results.
+  for (const std::string_view hint : {"collector::a::fill", "collector::a::use", "collector::a::lastuse",
+                                      "collector::a::discard"}) {
+    if (parts.Take(hint)) break;
+  }
+  // A vector of masks may say which lanes of D are left alone.
+  const bool masked = decoder.operand_count() > 4 && decoder.Operand(4).kind == ptx::Operand::Kind::kVector;
+  decoder.ExpectOperands(5 + masked, 5 + masked);
+  if (masked) decoder.SourceList(decoder.Operand(4), 32);
+  const ptx::Operand& accumulate = decoder.Operand(4 + masked);
+  inst.source[0] = decoder.Address(decoder.Operand(0), &inst.immediate[0]);
+  if (decoder.Operand(1).kind == ptx::Operand::Kind::kAddress) {
+    inst.mode[1] = 1;
+    inst.source[1] = decoder.Address(decoder.Operand(1), &inst.immediate[1]);
+  } else {
+    inst.source[1] = decoder.Source(decoder.Operand(1), 64);
+  }
+  inst.source[2] = decoder.Source(decoder.Operand(2), 64);
+  inst.source[3] = decoder.Source(decoder.Operand(3), 32);
+  if (accumulate.kind == ptx::Operand::Kind::kImmediate) {
+    inst.mode[2] = decoder.Constant(accumulate) != 0;
+  } else {
+    inst.source[4] = decoder.PredicateSource(accumulate);
+  }
+  inst.execute = Mma;
+}
+
+void DecodeLoadStore(Decoder& decoder, Parts& parts, bool is_load) {
+  Inst& inst = decoder.inst();
+  if (!parts.Take("sync") || !parts.Take("aligned")) decoder.Fail("tcgen05.ld and st are .sync.aligned.");
+  if (!parts.Take("32x32b")) decoder.Fail("of the shapes, only .32x32b is supported.");
+  const std::string_view count = parts.Next();
+  uint32_t columns = 0;
+  for (uint32_t power = 1; power <= 128; power *= 2) {
+    if (count == "x" + std::to_string(power)) columns = power;
+  }
+  if (columns == 0) decoder.Fail("tcgen05.ld and st repeat .x1 to .x128.");
+  if (!parts.Take("b32")) decoder.Fail("tcgen05.ld and st move .b32.");
+  decoder.ExpectOperands(2, 2);
+  if (is_load) {
+    decoder.DestinationList(decoder.Operand(0), 32);
+    inst.source[0] = decoder.Address(decoder.Operand(1), &inst.immediate[0]);
+  } else {
+    inst.source[0] = decoder.Address(decoder.Operand(0), &inst.immediate[0]);
+    decoder.SourceList(decoder.Operand(1), 32);
+  }
+  if ((is_load ? inst.destination_count : inst.source_count) != columns) {
+    decoder.Fail("the number of registers is not that of the opcode.");
+  }
+  inst.execute = is_load ? LoadTensor : StoreTensor;
+  inst.describe_wait = WaitsForWarp;
+}
+
+}  // namespace
+
+bool DecodeTensor(Decoder& decoder, Parts parts) {
+  Inst& inst = decoder.inst();
+  if (!parts.Take("tcgen05")) return false;
+  const std::string_view what = parts.Next();
+  if (what == "mma") {
+    DecodeMma(decoder, parts);
+  } else if (what == "ld" || what == "st") {
+    DecodeLoadStore(decoder, parts, what == "ld");
+  } else if (what == "wait::ld" || what == "wait::st") {
+    if (!parts.Take("sync") || !parts.Take("aligned")) decoder.Fail("tcgen05.wait is .sync.aligned.");
+    inst.mode[0] = what == "wait::ld" ? kTensorLoadSlot : kTensorStoreSlot;
+    inst.execute = WaitTensor;
+    inst.describe_wait = WaitsForWarp;
+  } else if (what == "fence::before_thread_sync" || what == "fence::after_thread_sync") {
+    inst.execute = FenceTensor;
+  } else if (what == "commit") {
+    inst.mode[0] = static_cast<uint32_t>(TakeCtaGroup(decoder, parts));
+    if (!parts.Take("mbarrier::arrive::one")) decoder.Fail("tcgen05.commit arrives by .mbarrier::arrive::one.");
+    parts.Take("shared::cluster");
+    inst.mode[1] = parts.Take("multicast::cluster");
+    if (!parts.Take("b64")) decoder.Fail("tcgen05.commit ends in .b64.");
+    decoder.ExpectOperands(1 + inst.mode[1], 1 + inst.mode[1]);
+    inst.source[0] = decoder.Address(decoder.Operand(0), &inst.immediate[0]);
+    if (inst.mode[1]) inst.source[1] = decoder.Source(decoder.Operand(1), 16, true);
+    inst.execute = Commit;
+  } else if (what == "alloc") {
+    TakeCtaGroup(decoder, parts);
+    if (!parts.Take("sync") || !parts.Take("aligned")) decoder.Fail("tcgen05.alloc is .sync.aligned.");
+    parts.Take("shared::cta");
+    parts.Take("b32");
+    decoder.ExpectOperands(2, 2);
+    inst.source[0] = decoder.Address(decoder.Operand(0), &inst.immediate[0]);
+    inst.source[1] = decoder.Source(decoder.Operand(1), 32);
+    inst.execute = Allocate;
+    inst.describe_wait = WaitsForColumns;
+  } else if (what == "dealloc") {
+    TakeCtaGroup(decoder, parts);
+    if (!parts.Take("sync") || !parts.Take("aligned")) decoder.Fail("tcgen05.dealloc is .sync.aligned.");
+    parts.Take("b32");
+    decoder.ExpectOperands(2, 2);
+    inst.source[0] = decoder.Source(decoder.Operand(0), 32);
+    inst.source[1] = decoder.Source(decoder.Operand(1), 32);
+    inst.execute = Deallocate;
+    inst.describe_wait = WaitsForWarp;
+  } else if (what == "relinquish_alloc_permit") {
+    TakeCtaGroup(decoder, parts);
+    if (!parts.Take("sync") || !parts.Take("aligned")) decoder.Fail("this instruction is .sync.aligned.");
+    inst.execute = Relinquish;
+    inst.describe_wait = WaitsForWarp;
+  } else {
+    decoder.Fail("tcgen05." + std::string(what) + " is not supported.");
+  }
+  if (!parts.done()) decoder.Fail("modifier \"." + std::string(parts.Peek()) + "\" is not supported here.");
+  return true;
+}
+
+}  // namespace jax_fa4::emulator

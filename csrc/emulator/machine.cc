@@ -1,0 +1,771 @@
+#include "csrc/emulator/machine.h"
+
+#include <bit>
+#include <cstdio>
+#include <cstring>
+#include <utility>
+
+#include "csrc/emulator/tensor_map.h"
+
+namespace jax_fa4::emulator {
+namespace {
+
+constexpr uint32_t kWarpsOfCta(uint32_t threads) { return (threads + kLanes - 1) / kLanes; }
+
+// How often all waiters may time out in a row, nothing else having happened, before that is a deadlock.
+constexpr int kTimeoutRounds = 4;
+
+}  // namespace
+
+Machine::Machine(Launch launch, Options options)
+    : launch_(std::move(launch)), options_(std::move(options)), random_(options_.seed) {
+  cluster_count_ = 1;
+  for (int axis = 0; axis < 3; ++axis) cluster_count_ *= launch_.grid[axis] / launch_.cluster[axis];
+}
+
+Machine::~Machine() = default;
+
+// ---- Launching
+
+std::unique_ptr<Cluster> Machine::NewCluster(uint64_t number) {
+  const Program& program = *launch_.program;
+  const uint32_t threads = launch_.block[0] * launch_.block[1] * launch_.block[2];
+  const uint32_t warps = kWarpsOfCta(threads);
+  const uint32_t ranks = launch_.cluster[0] * launch_.cluster[1] * launch_.cluster[2];
+  const uint32_t slots_of_cta = warps * kWarpSlots + 1 + kCopySlots;
+  auto cluster = std::make_unique<Cluster>();
+  cluster->number = static_cast<uint32_t>(number);
+  cluster->times.assign(slots_of_cta * ranks, 1);
+  const uint32_t clusters_x = launch_.grid[0] / launch_.cluster[0];
+  const uint32_t clusters_y = launch_.grid[1] / launch_.cluster[1];
+  const std::array<uint32_t, 3> place = {static_cast<uint32_t>(number % clusters_x),
+                                         static_cast<uint32_t>(number / clusters_x % clusters_y),
+                                         static_cast<uint32_t>(number / clusters_x / clusters_y)};
+  for (uint32_t rank = 0; rank < ranks; ++rank) {
+    auto cta = std::make_unique<Cta>();
+    cta->cluster = cluster.get();
+    cta->rank = rank;
+    const std::array<uint32_t, 3> within = {rank % launch_.cluster[0],
+                                            rank / launch_.cluster[0] % launch_.cluster[1],
+                                            rank / launch_.cluster[0] / launch_.cluster[1]};
+    for (int axis = 0; axis < 3; ++axis) {
+      cta->index[axis] = place[axis] * launch_.cluster[axis] + within[axis];
+    }
+    cta->smid = static_cast<uint32_t>((number * ranks + rank) % options_.sm_count);
+    const uint32_t start = (program.static_shared_bytes + program.dynamic_shared_alignment - 1) /
+                           program.dynamic_shared_alignment * program.dynamic_shared_alignment;
+    const uint32_t bytes = (start + launch_.dynamic_shared_bytes + 15) / 16 * 16;
+    cta->shared.assign(bytes, 0xCD);  // what a kernel must not rely on
+    cta->shared_shadow = Shadow(options_.check_races ? bytes / 4 : 0);
+    cta->first_slot = static_cast<Slot>(rank * slots_of_cta);
+    for (int i = 0; i < kCopySlots; ++i) {
+      cta->free_copy_slots.push_back(static_cast<Slot>(cta->first_slot + warps * kWarpSlots + 1 + i));
+    }
+    // 64 K registers of an SM, in units of 8 a thread and 256 a warp.
+    const uint32_t limit = program.kernel->maximal_registers != 0 ? program.kernel->maximal_registers : 255;
+    const uint32_t share = 65536 / (warps * kLanes) / 8 * 8;
+    const uint32_t at_launch = std::min(limit, share);
+    cta->free_registers = 65536 - at_launch * warps * kLanes;
+    cta->live_warps = warps;
+    for (uint32_t w = 0; w < warps; ++w) {
+      auto warp = std::make_unique<Warp>();
+      warp->cta = cta.get();
+      warp->index = static_cast<int>(w);
+      const uint32_t lanes = std::min<uint32_t>(threads - w * kLanes, kLanes);
+      warp->live = lanes == kLanes ? ~0u : (1u << lanes) - 1;
+      warp->groups.push_back(Group{.mask = warp->live, .pc = 0});
+      warp->registers.assign(size_t{program.register_rows} * kRowWords, 0);
+      warp->predicates.assign(program.predicates, 0);
+      warp->local.assign(size_t{program.local_bytes} * kLanes, 0);
+      warp->register_count = at_launch;
+      Knowledge all{.mask = warp->live,
+                    .slot = static_cast<Slot>(cta->first_slot + w * kWarpSlots),
+                    .clock = VectorClock(cluster->times.size())};
+      all.clock.SetSeen(all.slot, 1);
+      warp->knowledge.push_back(std::move(all));
+      for (auto& groups : warp->bulk_groups) groups.push_back(std::make_shared<BulkGroup>());
+      FillSpecial(*warp);
+      cta->warps.push_back(std::move(warp));
+    }
+    cluster->ctas.push_back(std::move(cta));
+  }
+  return cluster;
+}
+
+void Machine::FillSpecial(Warp& warp) {
+  const Program& program = *launch_.program;
+  const Cta& cta = *warp.cta;
+  const uint32_t threads = launch_.block[0] * launch_.block[1] * launch_.block[2];
+  const std::array<uint32_t, 3> clusters = {launch_.grid[0] / launch_.cluster[0],
+                                            launch_.grid[1] / launch_.cluster[1],
+                                            launch_.grid[2] / launch_.cluster[2]};
+  const auto value = [&](std::string_view name, uint32_t lane) -> uint64_t {
+    const uint32_t thread = warp.index * kLanes + lane;
+    const int axis = name.ends_with(".y") ? 1 : name.ends_with(".z") ? 2 : 0;
+    const std::string_view base = name.size() > 2 && name[name.size() - 2] == '.' ? name.substr(0, name.size() - 2) : name;
+    if (base == "%tid") {
+      const uint32_t all[3] = {thread % launch_.block[0], thread / launch_.block[0] % launch_.block[1],
+                               thread / launch_.block[0] / launch_.block[1]};
+      return all[axis];
+    }
+    if (base == "%ntid") return launch_.block[axis];
+    if (base == "%ctaid") return cta.index[axis];
+    if (base == "%nctaid") return launch_.grid[axis];
+    if (base == "%laneid") return lane;
+    if (base == "%warpid") return static_cast<uint64_t>(warp.index);
+    if (base == "%nwarpid") return kWarpsOfCta(threads);
+    if (base == "%smid") return cta.smid;
+    if (base == "%nsmid") return options_.sm_count;
+    if (base == "%lanemask_eq") return 1u << lane;
+    if (base == "%lanemask_lt") return (1u << lane) - 1;
+    if (base == "%lanemask_le") return (2ull << lane) - 1;
+    if (base == "%lanemask_gt") return static_cast<uint32_t>(~((2ull << lane) - 1));
+    if (base == "%lanemask_ge") return static_cast<uint32_t>(~((1ull << lane) - 1));
+    if (base == "%clusterid") return cta.index[axis] / launch_.cluster[axis];
+    if (base == "%nclusterid") return clusters[axis];
+    if (base == "%cluster_ctaid") return cta.index[axis] % launch_.cluster[axis];
+    if (base == "%cluster_nctaid") return launch_.cluster[axis];
+    if (base == "%cluster_ctarank") return cta.rank;
+    if (base == "%cluster_nctarank") return uint64_t{launch_.cluster[0]} * launch_.cluster[1] * launch_.cluster[2];
+    if (base == "%is_explicit_cluster") return launch_.cluster != std::array<uint32_t, 3>{1, 1, 1};
+    if (base == "%dynamic_smem_size") return launch_.dynamic_shared_bytes;
+    if (base == "%total_smem_size") return cta.shared.size();
+    return 0;  // clocks are set when they are read, %gridid is 0
+  };
+  for (size_t i = 0; i < std::size(ptx::kSpecialRegisters); ++i) {
+    if (program.special[i] == Program::kUnused) continue;
+    const std::string_view name = ptx::kSpecialRegisters[i];
+    const bool wide = name == "%clock64" || name == "%globaltimer" || name == "%gridid";
+    for (uint32_t lane = 0; lane < kLanes; ++lane) {
+      const uint64_t number = value(name, lane);
+      if (wide) {
+        std::memcpy(&warp.registers[program.special[i] + 2 * lane], &number, 8);
+      } else {
+        warp.registers[program.special[i] + lane] = static_cast<uint32_t>(number);
+      }
+    }
+  }
+}
+
+void Machine::LaunchClusters() {
+  const uint32_t ranks = launch_.cluster[0] * launch_.cluster[1] * launch_.cluster[2];
+  const size_t capacity = std::max<size_t>(1, options_.sm_count / ranks);
+  while (clusters_.size() < capacity && next_cluster_ < cluster_count_) {
+    clusters_.push_back(NewCluster(next_cluster_++));
+  }
+}
+
+// ---- Scheduling
+
+const std::vector<Report>& Machine::Run() {
+  int timeouts = 0;
+  while (!stopped_) {
+    LaunchClusters();
+    if (clusters_.empty()) break;
+    if (Step()) {
+      timeouts = 0;
+      continue;
+    }
+    // Nobody can go on. Waits with a time limit end without success; whoever then only waits again, waits
+    // for good.
+    const uint64_t before = wakes_;
+    if (timeouts >= kTimeoutRounds || !TimeOut()) {
+      ReportStanding(Report::Kind::kDeadlock,
+                     "every warp that has not ended waits, and nothing is under way that could end a wait.");
+      break;
+    }
+    ++timeouts;
+    while (!stopped_ && Step()) {
+    }
+    if (wakes_ != before) timeouts = 0;
+  }
+  return reports_;
+}
+
+// Lets one agent go on for a while. False if none can.
+bool Machine::Step() {
+  if (executed_ > options_.max_instructions) {
+    ReportStanding(Report::Kind::kLimit,
+                   "the run was ended after " + std::to_string(executed_) + " instructions of warps.");
+    return true;
+  }
+  const auto clusters = static_cast<uint32_t>(clusters_.size());
+  const uint32_t first = random_.Below(clusters);
+  for (uint32_t i = 0; i < clusters; ++i) {
+    const uint32_t at = (first + i) % clusters;
+    Cluster& cluster = *clusters_[at];
+    const auto ranks = static_cast<uint32_t>(cluster.ctas.size());
+    const uint32_t first_rank = random_.Below(ranks);
+    for (uint32_t r = 0; r < ranks; ++r) {
+      Cta& cta = *cluster.ctas[(first_rank + r) % ranks];
+      if (!StepCta(cta)) continue;
+      if (cta.live_warps == 0 && Retired(cluster)) {
+        for (const auto& one : cluster.ctas) CheckExit(*one);
+        done_ += ranks;
+        if (options_.progress && !options_.progress(done_, cluster_count_ * ranks)) stopped_ = true;
+        clusters_.erase(clusters_.begin() + at);
+      }
+      return true;
+    }
+  }
+  return false;
+}
+
+bool Machine::StepCta(Cta& cta) {
+  const auto warps = static_cast<uint32_t>(cta.warps.size());
+  // The two asynchronous units count as agents beside the warps.
+  const uint32_t agents = warps + 2;
+  const uint32_t first = random_.Below(agents);
+  for (uint32_t i = 0; i < agents; ++i) {
+    const uint32_t agent = (first + i) % agents;
+    if (agent < warps) {
+      Warp& warp = *cta.warps[agent];
+      if (warp.ready && RunWarp(warp, 1 + static_cast<int>(random_.Below(64)))) return true;
+    } else if (agent == warps) {
+      if (!cta.tensor_pipe.empty()) {
+        RunStep(cta, *cta.tensor_pipe.front());
+        if (cta.tensor_pipe.front()->steps <= 0) cta.tensor_pipe.pop_front();
+        return true;
+      }
+    } else if (!cta.copies.empty()) {
+      const uint32_t which = random_.Below(static_cast<uint32_t>(cta.copies.size()));
+      RunStep(cta, *cta.copies[which]);
+      if (cta.copies[which]->steps <= 0) {
+        ReturnCopySlot(cta, cta.copies[which]->slot);
+        std::swap(cta.copies[which], cta.copies.back());
+        cta.copies.pop_back();
+      }
+      return true;
+    }
+  }
+  return false;
+}
+
+void Machine::RunStep(Cta& cta, Operation& operation) {
+  --operation.steps;
+  operation.run(operation);
+  Wake(cta);
+}
+
+// Runs up to `budget` instructions. False if every group of the warp is blocked.
+bool Machine::RunWarp(Warp& warp, int budget) {
+  const Program& program = *launch_.program;
+  bool ran = false;
+  while (budget > 0 && !stopped_) {
+    // The unblocked group with the lowest program counter goes on, until it reaches another one's.
+    size_t chosen = warp.groups.size();
+    int32_t limit = INT32_MAX;
+    for (size_t i = 0; i < warp.groups.size(); ++i) {
+      if (warp.groups[i].blocked) continue;
+      if (chosen == warp.groups.size() || warp.groups[i].pc < warp.groups[chosen].pc) chosen = i;
+    }
+    if (chosen == warp.groups.size()) {
+      warp.ready = false;
+      return ran;
+    }
+    for (size_t i = 0; i < warp.groups.size(); ++i) {
+      if (i != chosen && warp.groups[i].pc > warp.groups[chosen].pc) limit = std::min(limit, warp.groups[i].pc);
+    }
+    Group* group = &warp.groups[chosen];
+    Context context{*this,          *warp.cta, warp, *group, 0, warp.registers.data(),
+                    program.constants.data(), warp.predicates.data()};
+    bool regroup = false;
+    while (budget-- > 0 && !regroup) {
+      const Inst& inst = program.instructions[group->pc];
+      uint32_t mask = group->mask;
+      if (inst.guard) mask &= context.Predicate(inst.guard);
+      if (mask == 0) {
+        ++group->pc;
+        regroup = group->pc >= limit;
+        continue;
+      }
+      ++executed_;
+      context.mask = mask;
+      if (!warp.pending_rows.empty()) CheckPending(context, inst);
+      switch (inst.execute(context, inst)) {
+        case Outcome::kNext:
+          ran = true;
+          ++group->pc;
+          regroup = group->pc >= limit;
+          break;
+        case Outcome::kMoved:
+          ran = true;
+          regroup = true;
+          break;
+        case Outcome::kBlocked:
+          if (mask != group->mask) {
+            // The lanes whose guard is false go on.
+            Group others = *group;
+            others.mask &= ~mask;
+            ++others.pc;
+            others.arrived = false;
+            group->mask = mask;
+            group->blocked = true;
+            warp.groups.push_back(others);
+            ran = true;
+          } else {
+            group->blocked = true;
+          }
+          regroup = true;
+          break;
+      }
+      if (stopped_) return true;
+    }
+    MergeGroups(warp);
+    if (warp.live == 0) {
+      FinishWarp(warp);
+      return true;
+    }
+  }
+  return ran;
+}
+
+void Machine::MergeGroups(Warp& warp) {
+  auto& groups = warp.groups;
+  std::erase_if(groups, [](const Group& group) { return group.mask == 0; });
+  for (size_t i = 0; i < groups.size(); ++i) {
+    for (size_t j = groups.size() - 1; j > i; --j) {
+      if (groups[i].pc != groups[j].pc || groups[i].arrived || groups[j].arrived) continue;
+      // Where lanes wait for each other to converge, they have a reason to try again.
+      groups[i].mask |= groups[j].mask;
+      groups[i].blocked = false;
+      groups.erase(groups.begin() + static_cast<ptrdiff_t>(j));
+    }
+  }
+}
+
+void Machine::FinishWarp(Warp& warp) {
+  Cta& cta = *warp.cta;
+  warp.ready = false;
+  cta.free_registers += warp.register_count * kLanes;
+  --cta.live_warps;
+  Wake(cta);
+}
+
+bool Machine::Retired(const Cluster& cluster) const {
+  for (const auto& cta : cluster.ctas) {
+    if (cta->live_warps > 0 || !cta->tensor_pipe.empty() || !cta->copies.empty()) return false;
+  }
+  return true;
+}
+
+void Machine::Wake(Cta& cta) {
+  ++wakes_;
+  for (const auto& one : cta.cluster->ctas) {
+    for (const auto& warp : one->warps) {
+      if (warp->live == 0) continue;
+      warp->ready = true;
+      for (Group& group : warp->groups) group.blocked = false;
+    }
+  }
+}
+
+bool Machine::TimeOut() {
+  bool any = false;
+  for (const auto& cluster : clusters_) {
+    for (const auto& cta : cluster->ctas) {
+      for (const auto& warp : cta->warps) {
+        for (Group& group : warp->groups) {
+          const Inst& inst = launch_.program->instructions[group.pc];
+          if (!inst.may_time_out) continue;
+          group.blocked = false;
+          group.timed_out = true;
+          warp->ready = true;
+          any = true;
+        }
+      }
+    }
+  }
+  return any;
+}
+
+// ---- Knowledge
+
+uint32_t& Machine::Time(Cta& cta, Slot slot) { return cta.cluster->times[slot]; }
+
+Knowledge& Machine::KnowledgeOfLane(Warp& warp, int lane) {
+  for (Knowledge& one : warp.knowledge) {
+    if (one.mask >> lane & 1) return one;
+  }
+  return warp.knowledge.front();
+}
+
+VectorClock Machine::KnowledgeOf(Warp& warp, uint32_t mask) {
+  VectorClock clock;
+  for (const Knowledge& one : warp.knowledge) {
+    if (one.mask & mask) clock.Join(one.clock);
+  }
+  return clock;
+}
+
+void Machine::Learn(Warp& warp, uint32_t mask, const VectorClock& clock) {
+  if (clock.empty()) return;
+  Split(warp, mask);
+  for (Knowledge& one : warp.knowledge) {
+    if (one.mask & mask) one.clock.Join(clock);
+  }
+}
+
+// Makes every Knowledge lie inside or outside of `mask`.
+void Machine::Split(Warp& warp, uint32_t mask) {
+  for (size_t i = 0; i < warp.knowledge.size(); ++i) {
+    const uint32_t inside = warp.knowledge[i].mask & mask;
+    if (inside == 0 || inside == warp.knowledge[i].mask) continue;
+    if (warp.knowledge.size() == kKnowledgeSlots) {
+      // No slot is left: the two smallest know the same from here on, which may hide a race between them.
+      Knowledge& a = warp.knowledge[0];
+      Knowledge& b = warp.knowledge[1];
+      a.clock.Join(b.clock);
+      a.mask |= b.mask;
+      warp.knowledge.erase(warp.knowledge.begin() + 1);
+      i = static_cast<size_t>(-1);
+      continue;
+    }
+    Slot slot = 0;
+    const auto first = static_cast<Slot>(warp.cta->first_slot + warp.index * kWarpSlots);
+    for (int candidate = 0; candidate < kKnowledgeSlots; ++candidate) {
+      slot = static_cast<Slot>(first + candidate);
+      bool used = false;
+      for (const Knowledge& one : warp.knowledge) used |= one.slot == slot;
+      if (!used) break;
+    }
+    Knowledge apart = warp.knowledge[i];
+    apart.mask = inside;
+    apart.slot = slot;
+    warp.knowledge[i].mask &= ~inside;
+    // What both did so far stays known to both; what either does from now on is its own.
+    Knowledge& rest = warp.knowledge[i];
+    rest.clock.SetSeen(rest.slot, ++Time(*warp.cta, rest.slot));
+    apart.clock.SetSeen(apart.slot, ++Time(*warp.cta, apart.slot));
+    warp.knowledge.push_back(std::move(apart));
+  }
+}
+
+void Machine::Advance(Warp& warp, uint32_t mask) {
+  for (Knowledge& one : warp.knowledge) {
+    if (one.mask & mask) one.clock.SetSeen(one.slot, ++Time(*warp.cta, one.slot));
+  }
+}
+
+void Machine::LearnSlot(Warp& warp, uint32_t mask, Slot slot) {
+  Split(warp, mask);
+  for (Knowledge& one : warp.knowledge) {
+    if (one.mask & mask) one.clock.SetSeen(slot, Time(*warp.cta, slot));
+  }
+}
+
+void Machine::Unify(Warp& warp, uint32_t mask) {
+  Split(warp, mask);
+  Knowledge* first = nullptr;
+  for (Knowledge& one : warp.knowledge) {
+    if (!(one.mask & mask)) continue;
+    if (first == nullptr) {
+      first = &one;
+    } else {
+      first->clock.Join(one.clock);
+      first->mask |= one.mask;
+      one.mask = 0;
+    }
+  }
+  std::erase_if(warp.knowledge, [](const Knowledge& one) { return one.mask == 0; });
+}
+
+// ---- Loads from tensor memory that nobody waited for
+
+// In strict mode a register that a tcgen05.ld writes may be used only behind tcgen05.wait::ld. Compilers
+// move copies of such registers above the wait, so a mov is no use: it hands the state on.
+void Machine::CheckPending(Context& context, const Inst& inst) {
+  const Program& program = *launch_.program;
+  std::vector<uint64_t>& pending = context.warp.pending_rows;
+  const auto rows = [](const Ref& ref) { return std::pair(ref.index / kRowWords, ref.bits > 64 ? 4 : ref.bits > 32 ? 2 : 1); };
+  const auto test = [&](const Ref& ref) {
+    if (ref.kind != Ref::Kind::kRegister) return false;
+    const auto [first, count] = rows(ref);
+    for (int i = 0; i < count; ++i) {
+      if (pending[(first + i) / 64] >> ((first + i) % 64) & 1) return true;
+    }
+    return false;
+  };
+  const auto set = [&](const Ref& ref, bool value) {
+    if (ref.kind != Ref::Kind::kRegister) return;
+    const auto [first, count] = rows(ref);
+    for (int i = 0; i < count; ++i) {
+      uint64_t& word = pending[(first + i) / 64];
+      const uint64_t bit = uint64_t{1} << ((first + i) % 64);
+      word = value ? word | bit : word & ~bit;
+    }
+  };
+  bool used = false;
+  for (const Ref& ref : inst.source) used |= test(ref);
+  for (uint32_t i = 0; i < inst.source_count; ++i) used |= test(program.refs[inst.first_source + i]);
+  const bool is_move = program.kernel->statements[inst.statement].opcode.starts_with("mov.");
+  if (used && !is_move) {
+    if (options_.strict) {
+      Misuse(context, std::countr_zero(context.mask),
+             "a register that tcgen05.ld writes is used before tcgen05.wait::ld.", false);
+    }
+    const auto slot = static_cast<Slot>(context.cta.first_slot + context.warp.index * kWarpSlots + kTensorLoadSlot);
+    LearnSlot(context.warp, context.mask, slot);
+    for (const Ref& ref : inst.source) set(ref, false);
+    for (uint32_t i = 0; i < inst.source_count; ++i) set(program.refs[inst.first_source + i], false);
+  }
+  for (const Ref& ref : inst.destination) set(ref, used && is_move);
+  for (uint32_t i = 0; i < inst.destination_count; ++i) {
+    set(program.refs[inst.first_destination + i], used && is_move);
+  }
+  for (const uint64_t word : pending) {
+    if (word != 0) return;
+  }
+  pending.clear();
+}
+
+// ---- Memory
+
+std::optional<Machine::SharedPlace> Machine::FindShared(Cta& cta, uint32_t address, uint32_t size) {
+  const uint32_t rank = address >> 24;
+  const uint32_t offset = address & 0xFFFFFF;
+  if (rank >= cta.cluster->ctas.size()) return std::nullopt;
+  Cta& owner = *cta.cluster->ctas[rank];
+  if (offset > owner.shared.size() || size > owner.shared.size() - offset) return std::nullopt;
+  return SharedPlace{&owner, offset};
+}
+
+uint8_t* Machine::FindGlobal(uint64_t address, uint64_t size, bool write, const Buffer** found) {
+  for (const Buffer& buffer : launch_.buffers) {
+    if (address < buffer.address || address - buffer.address > buffer.size ||
+        size > buffer.size - (address - buffer.address)) {
+      continue;
+    }
+    if (write && !buffer.writable) return nullptr;
+    if (found != nullptr) *found = &buffer;
+    return buffer.data + (address - buffer.address);
+  }
+  return nullptr;
+}
+
+void Machine::AccessShared(Context& context, int lane, const SharedPlace& place, uint32_t size, bool write) {
+  if (!options_.check_races) return;
+  const Knowledge& known = KnowledgeOfLane(context.warp, lane);
+  const Access access{.time = known.clock.seen(known.slot),
+                      .slot = known.slot,
+                      .lane = static_cast<uint8_t>(lane),
+                      .async = false,
+                      .instruction = context.group.pc};
+  CheckShared(access, known.clock, place, size, write);
+}
+
+void Machine::AccessShared(const Operation& operation, const SharedPlace& place, uint32_t size, bool write) {
+  if (!options_.check_races) return;
+  CheckShared(operation.access(), operation.clock, place, size, write);
+}
+
+void Machine::CheckShared(const Access& access, const VectorClock& clock, const SharedPlace& place, uint32_t size,
+                          bool write) {
+  const size_t first = place.offset / 4;
+  const size_t count = (place.offset + size + 3) / 4 - first;
+  Shadow::Conflict conflict;
+  const bool found = write ? place.cta->shared_shadow.Write(first, count, access, clock, &conflict)
+                           : place.cta->shared_shadow.Read(first, count, access, clock, &conflict);
+  if (!found) return;
+  ReportRace(*place.cta, access, write, conflict,
+             "shared memory [" + std::to_string(conflict.cell * 4) + ", " + std::to_string(conflict.cell * 4 + 4) + ")");
+}
+
+void Machine::AccessTensor(const Access& access, const VectorClock& clock, Cta& cta, uint32_t lane, uint32_t column,
+                           uint32_t columns, bool write) {
+  if (!options_.check_races) return;
+  const size_t first = lane * 64 + column / 8;
+  const size_t count = (column + columns + 7) / 8 - column / 8;
+  Shadow::Conflict conflict;
+  const bool found = write ? cta.tensor_shadow.Write(first, count, access, clock, &conflict)
+                           : cta.tensor_shadow.Read(first, count, access, clock, &conflict);
+  if (!found) return;
+  const size_t at = conflict.cell % 64 * 8;
+  ReportRace(cta, access, write, conflict,
+             "tensor memory lane " + std::to_string(conflict.cell / 64) + ", columns [" + std::to_string(at) + ", " +
+                 std::to_string(at + 8) + ")");
+}
+
+const TensorMap* Machine::DecodeMap(const uint8_t* bytes) {
+  const auto known = maps_.find(bytes);
+  if (known != maps_.end()) return known->second.get();
+  auto map = std::make_shared<TensorMap>();
+  if (!DecodeTensorMap({bytes, kTensorMapBytes}, map.get()).empty()) return nullptr;
+  return maps_.emplace(bytes, std::move(map)).first->second.get();
+}
+
+// ---- mbarriers
+
+MBarrier* Machine::FindBarrier(Cta& cta, uint32_t address) {
+  const std::optional<SharedPlace> place = FindShared(cta, address, 8);
+  if (!place || place->offset % 8 != 0) return nullptr;
+  const auto it = place->cta->mbarriers.find(place->offset);
+  return it == place->cta->mbarriers.end() ? nullptr : &it->second;
+}
+
+void Machine::Arrive(Cta& cta, MBarrier& barrier, uint32_t count, const VectorClock& clock) {
+  barrier.arriving.Join(clock);
+  barrier.pending -= count;
+  CompletePhase(cta, barrier);
+}
+
+void Machine::Transact(Cta& cta, MBarrier& barrier, int64_t bytes, const VectorClock* clock) {
+  if (clock != nullptr) barrier.arriving.Join(*clock);
+  barrier.transactions += bytes;
+  CompletePhase(cta, barrier);
+}
+
+void Machine::CompletePhase(Cta& cta, MBarrier& barrier) {
+  if (barrier.pending != 0 || barrier.transactions != 0) return;
+  std::swap(barrier.completed, barrier.arriving);
+  barrier.arriving.Clear();
+  barrier.pending = barrier.expected;
+  ++barrier.phase;
+  Wake(cta);
+}
+
+// ---- Asynchronous operations
+
+Slot Machine::TakeCopySlot(Cta& cta) {
+  const Slot slot = cta.free_copy_slots.front();
+  cta.free_copy_slots.erase(cta.free_copy_slots.begin());
+  return slot;
+}
+
+void Machine::ReturnCopySlot(Cta& cta, Slot slot) { cta.free_copy_slots.push_back(slot); }
+
+std::unique_ptr<Operation> Machine::NewOperation(Context& context, int lane, const char* name, Slot slot) {
+  auto operation = std::make_unique<Operation>();
+  operation->name = name;
+  operation->slot = slot;
+  operation->instruction = context.group.pc;
+  operation->lane = static_cast<uint8_t>(lane);
+  operation->warp = context.warp.index;
+  operation->cta = &context.cta;
+  operation->clock = KnowledgeOfLane(context.warp, lane).clock;
+  operation->time = ++Time(context.cta, slot);
+  operation->clock.SetSeen(slot, operation->time);
+  return operation;
+}
+
+// ---- Reports
+
+Report::Place Machine::PlaceOf(int32_t instruction) const {
+  Report::Place place;
+  if (instruction < 0 || instruction >= static_cast<int32_t>(launch_.program->kernel->statements.size())) return place;
+  const ptx::Statement& statement = launch_.program->kernel->statements[instruction];
+  place.instruction = instruction;
+  place.ptx_line = statement.line;
+  place.opcode = statement.opcode;
+  place.source = launch_.program->module->Describe(statement.location);
+  return place;
+}
+
+void Machine::AddReport(Report report) {
+  if (report.fatal) stopped_ = true;
+  // One fault in a loop makes the same report over and over.
+  for (const Report& earlier : reports_) {
+    if (earlier.kind != report.kind || earlier.places.size() != report.places.size()) continue;
+    bool same = !report.places.empty();
+    for (size_t i = 0; i < report.places.size(); ++i) {
+      same &= earlier.places[i].instruction == report.places[i].instruction;
+    }
+    if (same) return;
+  }
+  if (reports_.size() < options_.max_reports) reports_.push_back(std::move(report));
+}
+
+void Machine::Misuse(Context& context, int lane, const std::string& message, bool fatal, Report::Kind kind) {
+  Report report{.kind = kind, .message = message, .places = {PlaceOf(context.group.pc)}, .fatal = fatal};
+  report.places[0].cta = context.cta.index;
+  report.places[0].warp = context.warp.index;
+  report.places[0].lane = lane;
+  AddReport(std::move(report));
+}
+
+void Machine::OperationFault(const Operation& operation, const std::string& message) {
+  Report report{.kind = Report::Kind::kMisuse, .message = message, .places = {PlaceOf(operation.instruction)},
+                .fatal = true};
+  report.places[0].cta = operation.cta->index;
+  report.places[0].warp = operation.warp;
+  report.places[0].lane = operation.lane;
+  report.places[0].role = std::string(operation.name) + " was issued here";
+  AddReport(std::move(report));
+}
+
+void Machine::ReportRace(Cta& cta, const Access& access, bool write, const Shadow::Conflict& conflict,
+                         const std::string& where) {
+  Report report{.kind = Report::Kind::kRace, .message = "", .places = {}, .fatal = false};
+  if (conflict.unfenced) {
+    report.message = "what the generic proxy wrote to " + where +
+                     " is read through the asynchronous proxy without a fence.proxy.async by the writer.";
+  } else {
+    report.message = "nothing orders two accesses of " + where + ".";
+  }
+  const auto add = [&](const Access& one, bool is_write, const char* which) {
+    Report::Place place = PlaceOf(one.instruction);
+    place.cta = cta.index;
+    place.warp = WarpOfSlot(cta, one.slot);
+    place.lane = one.lane;
+    place.role = std::string(which) + (is_write ? " writes it" : " reads it");
+    report.places.push_back(std::move(place));
+  };
+  add(access, write, "this access");
+  add(conflict.earlier, conflict.earlier_is_write, "the earlier one");
+  AddReport(std::move(report));
+}
+
+void Machine::CheckExit(Cta& cta) {
+  if (!options_.strict) return;
+  for (const bool allocated : cta.tensor_columns) {
+    if (!allocated) continue;
+    Report report{.kind = Report::Kind::kMisuse,
+                  .message = "the CTA ended with tensor memory that was not deallocated.",
+                  .places = {Report::Place()},
+                  .fatal = false};
+    report.places[0].cta = cta.index;
+    AddReport(std::move(report));
+    return;
+  }
+}
+
+std::string Machine::DescribeWait(Warp& warp, const Group& group) {
+  char lanes[32];
+  std::snprintf(lanes, sizeof(lanes), "lanes %08x", group.mask);
+  std::string text = lanes;
+  const Inst& inst = launch_.program->instructions[group.pc];
+  if (inst.describe_wait == nullptr) return text + " wait";
+  Group copy = group;
+  Context context{*this, *warp.cta, warp, copy, group.mask, warp.registers.data(),
+                  launch_.program->constants.data(), warp.predicates.data()};
+  return text + " " + inst.describe_wait(context, inst);
+}
+
+int Machine::WarpOfSlot(const Cta& cta, Slot slot) const {
+  const size_t slots_of_cta = cta.warps.size() * kWarpSlots + 1 + kCopySlots;
+  const size_t within = slot % slots_of_cta;
+  return within < cta.warps.size() * kWarpSlots ? static_cast<int>(within / kWarpSlots) : -1;
+}
+
+// Where every warp that has not ended stands.
+void Machine::ReportStanding(Report::Kind kind, const std::string& message) {
+  Report report{.kind = kind, .message = message, .places = {}, .fatal = true};
+  for (const auto& cluster : clusters_) {
+    for (const auto& cta : cluster->ctas) {
+      for (const auto& warp : cta->warps) {
+        for (const Group& group : warp->groups) {
+          if (report.places.size() >= 64) break;
+          Report::Place place = PlaceOf(group.pc);
+          place.cta = cta->index;
+          place.warp = warp->index;
+          place.lane = std::countr_zero(group.mask);
+          place.role = DescribeWait(*warp, group);
+          report.places.push_back(std::move(place));
+        }
+      }
+    }
+  }
+  AddReport(std::move(report));
+}
+
+}  // namespace jax_fa4::emulator

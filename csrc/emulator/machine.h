@@ -1,0 +1,341 @@
+// The machine that executes programs: CTAs with their shared and tensor memory, warps whose lanes may
+// diverge, barriers, and the asynchronous units. One seeded scheduler interleaves them all.
+
+#ifndef JAX_FA4_CSRC_EMULATOR_MACHINE_H_
+#define JAX_FA4_CSRC_EMULATOR_MACHINE_H_
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "csrc/emulator/program.h"
+#include "csrc/emulator/race.h"
+#include "csrc/emulator/report.h"
+
+namespace jax_fa4::emulator {
+
+struct Cta;
+struct Warp;
+struct TensorMap;  // tensor_map.h
+class Machine;
+
+// A seeded generator of small, fast state (xorshift64*).
+class Random {
+ public:
+  explicit Random(uint64_t seed) : state_(seed * 0x9E3779B97F4A7C15u + 0x2545F4914F6CDD1Du) {
+    for (int i = 0; i < 4; ++i) Next();
+  }
+  uint64_t Next() {
+    state_ ^= state_ >> 12;
+    state_ ^= state_ << 25;
+    state_ ^= state_ >> 27;
+    return state_ * 0x2545F4914F6CDD1Du;
+  }
+  // Uniform enough in [0, limit).
+  uint32_t Below(uint32_t limit) { return static_cast<uint32_t>(((Next() >> 32) * limit) >> 32); }
+
+ private:
+  uint64_t state_;
+};
+
+// Lanes of a warp that are at the same instruction.
+struct Group {
+  uint32_t mask = 0;
+  int32_t pc = 0;
+  bool blocked = false;  // its instruction returned kBlocked, and nothing has happened since
+  bool timed_out = false;  // its wait shall end without success
+  // Where an instruction has to remember that it began (a barrier at which the group has arrived already).
+  bool arrived = false;
+  uint64_t ticket = 0;
+};
+
+// Lanes whose knowledge of others is the same. Lanes that acquire something apart from the rest know more.
+struct Knowledge {
+  uint32_t mask = 0;
+  Slot slot = 0;
+  VectorClock clock;
+};
+
+// Asynchronous copies that a lane has issued and committed (cp.async.bulk.commit_group).
+struct BulkGroup {
+  uint32_t pending_reads = 0;   // copies whose source was not read yet
+  uint32_t pending = 0;         // copies not complete
+  VectorClock read_clock;       // what a waiter for the reads learns
+  VectorClock clock;
+};
+
+struct Warp {
+  Cta* cta = nullptr;
+  int index = 0;  // in its CTA
+  uint32_t live = 0;
+  std::vector<Group> groups;
+  std::vector<uint32_t> registers;
+  std::vector<uint32_t> predicates;
+  std::vector<uint8_t> local;  // Program::local_bytes of each lane, lane by lane
+  std::vector<Knowledge> knowledge;
+  uint32_t register_count = 0;  // per thread, as setmaxnreg counts
+  std::array<uint64_t, kLanes> cluster_ticket = {};  // generation of barrier.cluster at which a lane arrived
+  // Tensor-memory loads not waited for: rows of the register file that they wrote.
+  std::vector<uint64_t> pending_rows;  // a bit a row; empty when nothing is pending
+  std::array<std::deque<std::shared_ptr<BulkGroup>>, kLanes> bulk_groups;  // the last one is open
+  std::deque<uint32_t> warpgroup_groups;  // of wgmma: times of the unit when they were committed
+  std::array<std::deque<uint32_t>, kLanes> copy_groups;  // of cp.async: times of the unit when they were committed
+  std::vector<uint32_t> unfenced_barriers;  // that this warp has initialised, and not fenced
+  bool ready = true;
+};
+
+// An mbarrier object. Its eight bytes in shared memory are opaque to kernels, so the state lives here.
+struct MBarrier {
+  uint32_t expected = 0;  // arrivals a phase needs
+  int64_t pending = 0;    // arrivals this phase still needs
+  int64_t transactions = 0;  // bytes that this phase still expects
+  uint64_t phase = 0;     // phases completed
+  bool fenced = false;    // by fence.mbarrier_init, so that the asynchronous proxy and the cluster see it
+  VectorClock arriving;   // of the current phase
+  VectorClock completed;  // of the last phase completed
+};
+
+struct NamedBarrier {
+  uint32_t expected = 0;
+  uint32_t arrived = 0;
+  uint64_t generation = 0;
+  VectorClock arriving;
+  VectorClock completed;
+};
+
+// An operation of an asynchronous unit, run by the scheduler at any time after its issue.
+struct Operation {
+  const char* name = "";
+  Cta* cta = nullptr;  // whose warp issued it
+  int warp = 0;
+  uint8_t lane = 0;
+  int32_t instruction = -1;
+  Slot slot = 0;
+  uint32_t time = 0;
+  VectorClock clock;                    // what its issuer knew at issue, and itself
+  std::function<void(Operation&)> run;  // does one step
+  int steps = 1;                        // still to do; complete at 0
+
+  Access access() const { return {time, slot, lane, true, instruction}; }
+};
+
+struct Cluster;
+
+struct Cta {
+  Cluster* cluster = nullptr;
+  uint32_t rank = 0;  // in its cluster
+  std::array<uint32_t, 3> index = {0, 0, 0};
+  std::vector<uint8_t> shared;
+  Shadow shared_shadow;  // a cell is 4 bytes
+  std::vector<uint32_t> tensor;  // 128 lanes x 512 columns; empty until allocated
+  Shadow tensor_shadow;          // a cell is 8 columns of a lane
+  std::array<bool, 16> tensor_columns = {};  // which groups of 32 columns are allocated
+  bool may_allocate = true;                  // until relinquish_alloc_permit
+  std::vector<std::unique_ptr<Warp>> warps;
+  std::unordered_map<uint32_t, MBarrier> mbarriers;  // by shared address
+  std::array<NamedBarrier, 16> barriers;
+  std::deque<std::unique_ptr<Operation>> tensor_pipe;  // executes in order
+  std::vector<std::unique_ptr<Operation>> copies;      // execute in any order
+  Slot first_slot = 0;
+  std::vector<Slot> free_copy_slots;    // oldest first
+  uint32_t free_registers = 0;
+  uint32_t live_warps = 0;
+  uint32_t smid = 0;
+};
+
+struct Cluster {
+  uint32_t number = 0;
+  std::vector<std::unique_ptr<Cta>> ctas;
+  std::vector<uint32_t> times;  // current time of each slot
+  NamedBarrier barrier;         // barrier.cluster
+};
+
+// Slots of a CTA, per warp and then for its asynchronous units.
+inline constexpr int kKnowledgeSlots = 4;  // groups of lanes that know different things
+inline constexpr int kTensorLoadSlot = 4, kTensorStoreSlot = 5, kAsyncCopySlot = 6, kWarpgroupSlot = 7;
+inline constexpr int kWarpSlots = 8;
+inline constexpr int kCopySlots = 96;  // bulk copies in flight, and as many as possible that have completed
+
+// Global memory that a launch may touch.
+struct Buffer {
+  std::string name;
+  uint8_t* data = nullptr;
+  uint64_t size = 0;
+  bool writable = false;
+  uint64_t address = 0;  // in the kernel's address space
+};
+
+struct Launch {
+  std::shared_ptr<const Program> program;
+  std::array<uint32_t, 3> grid = {1, 1, 1};
+  std::array<uint32_t, 3> block = {1, 1, 1};
+  std::array<uint32_t, 3> cluster = {1, 1, 1};
+  uint32_t dynamic_shared_bytes = 0;
+  std::vector<uint8_t> parameters;  // the kernel's parameter space
+  std::vector<Buffer> buffers;
+};
+
+struct Options {
+  uint64_t seed = 0;
+  bool strict = true;
+  bool check_races = true;
+  uint32_t sm_count = 148;
+  uint64_t max_instructions = UINT64_C(1) << 40;  // of warps
+  size_t max_reports = 20;
+  std::function<bool(uint64_t done, uint64_t total)> progress;  // CTAs; returns false to stop
+};
+
+// What lanes executing an instruction see.
+struct Context {
+  Machine& machine;
+  Cta& cta;
+  Warp& warp;
+  Group& group;
+  uint32_t mask;  // the group's lanes whose guard holds
+  uint32_t* registers;
+  const uint32_t* constants;
+  uint32_t* predicates;
+
+  const uint32_t* Row(const Ref& ref) const {
+    return (ref.kind == Ref::Kind::kConstant ? constants : registers) + ref.index;
+  }
+  uint32_t* MutableRow(const Ref& ref) { return registers + ref.index; }
+  // A 64-bit operand: 32 values side by side.
+  const uint64_t* Wide(const Ref& ref) const { return reinterpret_cast<const uint64_t*>(Row(ref)); }
+  uint64_t* MutableWide(const Ref& ref) { return reinterpret_cast<uint64_t*>(MutableRow(ref)); }
+  // A predicate as a bit for each lane.
+  uint32_t Predicate(const Ref& ref) const {
+    return ref.negated ? ~predicates[ref.index] : predicates[ref.index];
+  }
+  void SetPredicate(const Ref& ref, uint32_t lanes) {
+    if (ref) predicates[ref.index] = (predicates[ref.index] & ~mask) | (lanes & mask);
+  }
+};
+
+enum class Proxy : uint8_t { kGeneric, kAsync };
+
+class Machine {
+ public:
+  Machine(Launch launch, Options options);
+  ~Machine();
+  // Runs to the end, or to the first fatal report. Returns all reports.
+  const std::vector<Report>& Run();
+
+  const Launch& launch() const { return launch_; }
+  const Options& options() const { return options_; }
+  const Program& program() const { return *launch_.program; }
+  Random& random() { return random_; }
+  uint64_t instructions_executed() const { return executed_; }
+
+  // ---- For instructions
+
+  // Addresses: generic ones carry a window in their upper bits.
+  static constexpr uint64_t kSharedWindow = UINT64_C(1) << 56;  // | cta rank << 24 | offset
+  static constexpr uint64_t kLocalWindow = UINT64_C(2) << 56;
+  static constexpr uint64_t kParameterWindow = UINT64_C(3) << 56;
+  static constexpr uint64_t kConstWindow = UINT64_C(4) << 56;
+
+  // The CTA and offset of an address in shared::cluster (its upper byte is the rank plus one, or 0 for the
+  // own CTA).
+  struct SharedPlace {
+    Cta* cta;
+    uint32_t offset;
+  };
+  std::optional<SharedPlace> FindShared(Cta& cta, uint32_t address, uint32_t size);
+  uint8_t* FindGlobal(uint64_t address, uint64_t size, bool write, const Buffer** buffer = nullptr);
+
+  // Checks and notes an access by lane `lane` of a warp. Sizes in bytes.
+  void AccessShared(Context& context, int lane, const SharedPlace& place, uint32_t size, bool write);
+  // By an asynchronous operation.
+  void AccessShared(const Operation& operation, const SharedPlace& place, uint32_t size, bool write);
+  void CheckShared(const Access& access, const VectorClock& clock, const SharedPlace& place, uint32_t size,
+                   bool write);
+  void AccessTensor(const Access& access, const VectorClock& clock, Cta& cta, uint32_t lane, uint32_t column,
+                    uint32_t columns, bool write);
+
+  // What the lanes of `mask` know, joined; and teaching them more.
+  VectorClock KnowledgeOf(Warp& warp, uint32_t mask);
+  void Learn(Warp& warp, uint32_t mask, const VectorClock& clock);
+  // The lanes have published what they did: what they do from now on is later.
+  void Advance(Warp& warp, uint32_t mask);
+  // What the unit of a slot has done by now is ordered before what the lanes do.
+  void LearnSlot(Warp& warp, uint32_t mask, Slot slot);
+  // All lanes of `mask` know the same from now on (bar.warp.sync).
+  void Unify(Warp& warp, uint32_t mask);
+  Knowledge& KnowledgeOfLane(Warp& warp, int lane);
+  uint32_t& Time(Cta& cta, Slot slot);
+
+  // Something happened that blocked warps of the cluster may wait for.
+  void Wake(Cta& cta);
+
+  // The mbarrier at an address, or null.
+  MBarrier* FindBarrier(Cta& cta, uint32_t address);
+  void Arrive(Cta& cta, MBarrier& barrier, uint32_t count, const VectorClock& clock);
+  void Transact(Cta& cta, MBarrier& barrier, int64_t bytes, const VectorClock* clock);
+
+  // A new asynchronous operation issued by `lane`, knowing what the lane knows.
+  std::unique_ptr<Operation> NewOperation(Context& context, int lane, const char* name, Slot slot);
+  Slot TakeCopySlot(Cta& cta);
+  void ReturnCopySlot(Cta& cta, Slot slot);
+
+  // Reports. A fatal one ends the run.
+  void AddReport(Report report);
+  void Misuse(Context& context, int lane, const std::string& message, bool fatal = true,
+              Report::Kind kind = Report::Kind::kMisuse);
+  // A fatal fault that shows while an asynchronous operation runs.
+  void OperationFault(const Operation& operation, const std::string& message);
+  bool stopped() const { return stopped_; }
+  // The tensor map in 128 bytes of a parameter or of global memory, or null where they hold none. Valid as
+  // long as the machine.
+  const TensorMap* DecodeMap(const uint8_t* bytes);
+
+ private:
+  Launch launch_;
+  Options options_;
+  Random random_;
+  std::vector<std::unique_ptr<Cluster>> clusters_;  // resident
+  std::vector<Report> reports_;
+  uint64_t next_cluster_ = 0;
+  uint64_t cluster_count_ = 0;
+  uint64_t executed_ = 0;
+  bool stopped_ = false;
+
+  std::map<const uint8_t*, std::shared_ptr<const TensorMap>> maps_;
+  uint64_t wakes_ = 0;  // how often anything happened that could end a wait
+  uint64_t done_ = 0;   // CTAs
+
+  void LaunchClusters();
+  std::unique_ptr<Cluster> NewCluster(uint64_t number);
+  void FillSpecial(Warp& warp);
+  bool Step();
+  bool StepCta(Cta& cta);
+  void RunStep(Cta& cta, Operation& operation);
+  bool RunWarp(Warp& warp, int budget);
+  void MergeGroups(Warp& warp);
+  void FinishWarp(Warp& warp);
+  bool Retired(const Cluster& cluster) const;
+  void CheckExit(Cta& cta);
+  bool TimeOut();
+  void Split(Warp& warp, uint32_t mask);
+  void CheckPending(Context& context, const Inst& inst);
+  void CompletePhase(Cta& cta, MBarrier& barrier);
+  Report::Place PlaceOf(int32_t instruction) const;
+  int WarpOfSlot(const Cta& cta, Slot slot) const;
+  std::string DescribeWait(Warp& warp, const Group& group);
+  void ReportRace(Cta& cta, const Access& access, bool write, const Shadow::Conflict& conflict,
+                  const std::string& where);
+  void ReportStanding(Report::Kind kind, const std::string& message);
+};
+
+}  // namespace jax_fa4::emulator
+
+#endif  // JAX_FA4_CSRC_EMULATOR_MACHINE_H_

@@ -1,0 +1,94 @@
+// Happens-before between the agents of a cluster: vector clocks, and the last accesses of every memory cell.
+//
+// An agent is whatever executes in an order of its own: lanes of a warp that run together, a tensor core's
+// pipe, one asynchronous copy. Each has a slot in the vector clocks. An access is ordered behind another if
+// the clock that the accessing agent has seen of the other's slot has reached the time of that access.
+//
+// Source: Flanagan and Freund, "FastTrack: efficient and precise dynamic race detection" (2009).
+
+#ifndef JAX_FA4_CSRC_EMULATOR_RACE_H_
+#define JAX_FA4_CSRC_EMULATOR_RACE_H_
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace jax_fa4::emulator {
+
+using Slot = uint16_t;
+
+// What an agent knows of all agents of its cluster: up to which time of each it is ordered behind it, and up
+// to which time each agent's generic-proxy writes are visible to the asynchronous proxy.
+class VectorClock {
+ public:
+  VectorClock() = default;
+  explicit VectorClock(size_t slots) : times_(2 * slots, 0) {}
+  size_t slots() const { return times_.size() / 2; }
+  bool empty() const { return times_.empty(); }
+  uint32_t seen(Slot slot) const { return times_[slot]; }
+  uint32_t fenced(Slot slot) const { return times_[slots() + slot]; }
+  void SetSeen(Slot slot, uint32_t time) { times_[slot] = time; }
+  void SetFenced(Slot slot, uint32_t time) { times_[slots() + slot] = time; }
+  void Join(const VectorClock& other) {
+    if (times_.empty()) {
+      times_ = other.times_;
+      return;
+    }
+    const size_t size = std::min(times_.size(), other.times_.size());
+    for (size_t i = 0; i < size; ++i) times_[i] = std::max(times_[i], other.times_[i]);
+  }
+  // All that was seen is visible to the asynchronous proxy too.
+  void FenceAll() {
+    for (size_t i = 0; i < slots(); ++i) times_[slots() + i] = std::max(times_[slots() + i], times_[i]);
+  }
+  void Clear() { std::fill(times_.begin(), times_.end(), 0); }
+
+ private:
+  std::vector<uint32_t> times_;
+};
+
+// One access of a cell: by whom, when, and by which instruction (for the report).
+struct Access {
+  uint32_t time = 0;  // 0: none yet
+  Slot slot = 0;
+  uint8_t lane = 0;
+  bool async = false;  // through the asynchronous proxy or a tensor core
+  int32_t instruction = -1;
+};
+
+// The last write of a cell, and the reads since that are not ordered behind each other.
+struct Cell {
+  Access write;
+  Access read;  // of several reads, the last; the others are in `more`
+  int32_t more = -1;
+};
+
+// The cells of one memory.
+class Shadow {
+ public:
+  Shadow() = default;
+  explicit Shadow(size_t cells) : cells_(cells) {}
+
+  struct Conflict {
+    Access earlier;
+    bool earlier_is_write = false;
+    bool unfenced = false;  // ordered, but the write is not visible to the asynchronous proxy
+    size_t cell = 0;
+  };
+
+  // Notes a read (or write) of cells [first, first + count) by an agent that has seen `clock`. Returns true
+  // where it is not ordered behind an earlier access, and says which in *conflict.
+  bool Read(size_t first, size_t count, const Access& access, const VectorClock& clock, Conflict* conflict);
+  bool Write(size_t first, size_t count, const Access& access, const VectorClock& clock, Conflict* conflict);
+  size_t size() const { return cells_.size(); }
+
+ private:
+  std::vector<Cell> cells_;
+  std::vector<std::vector<Access>> more_;
+  std::vector<int32_t> free_;
+};
+
+}  // namespace jax_fa4::emulator
+
+#endif  // JAX_FA4_CSRC_EMULATOR_RACE_H_
