@@ -222,6 +222,7 @@ std::function<void(Operation&)> InTwoSteps(Machine& machine, BulkGroups groups,
         group->read_clock.Join(self.clock);
       }
       // What follows is later than the reads that a waiter may have learned of.
+      self.only_global = true;
       self.time = ++machine.Time(*self.cta, self.slot);
       self.clock.SetSeen(self.slot, self.time);
     } else {

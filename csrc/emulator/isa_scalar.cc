@@ -1,5 +1,6 @@
-// Scalar instructions that move, select and compare: PTX ISA 9.7.6 (Comparison and Selection), 9.7.9 (Data
-// Movement: mov, prmt, cvta, isspacep), and what the decoders of the others share.
+// Scalar instructions that move, select and compare: PTX ISA 9.7.6 (Comparison and
+// Selection), 9.7.9 (Data Movement: mov, prmt, cvta, isspacep), and what the decoders of the others
+// share.
 
 #include "csrc/emulator/isa_scalar.h"
 
@@ -14,12 +15,14 @@ namespace jax_fa4::emulator {
 
 Type TypeOf(std::string_view name) {
   static const std::unordered_map<std::string_view, Type> kTypes = {
-      {"pred", Type::kPred}, {"b8", Type::kB8},       {"u8", Type::kU8},         {"s8", Type::kS8},
-      {"b16", Type::kB16},   {"u16", Type::kU16},     {"s16", Type::kS16},       {"f16", Type::kF16},
-      {"bf16", Type::kBf16}, {"b32", Type::kB32},     {"u32", Type::kU32},       {"s32", Type::kS32},
-      {"f32", Type::kF32},   {"f16x2", Type::kF16x2}, {"bf16x2", Type::kBf16x2}, {"u16x2", Type::kU16x2},
-      {"s16x2", Type::kS16x2}, {"b64", Type::kB64},   {"u64", Type::kU64},       {"s64", Type::kS64},
-      {"f64", Type::kF64},   {"f32x2", Type::kF32x2}, {"b128", Type::kB128}};
+      {"pred", Type::kPred},   {"b8", Type::kB8},       {"u8", Type::kU8},
+      {"s8", Type::kS8},       {"b16", Type::kB16},     {"u16", Type::kU16},
+      {"s16", Type::kS16},     {"f16", Type::kF16},     {"bf16", Type::kBf16},
+      {"b32", Type::kB32},     {"u32", Type::kU32},     {"s32", Type::kS32},
+      {"f32", Type::kF32},     {"f16x2", Type::kF16x2}, {"bf16x2", Type::kBf16x2},
+      {"u16x2", Type::kU16x2}, {"s16x2", Type::kS16x2}, {"b64", Type::kB64},
+      {"u64", Type::kU64},     {"s64", Type::kS64},     {"f64", Type::kF64},
+      {"f32x2", Type::kF32x2}, {"b128", Type::kB128}};
   const auto it = kTypes.find(name);
   return it == kTypes.end() ? Type::kNone : it->second;
 }
@@ -124,10 +127,14 @@ enum class Combine : uint32_t { kNone, kAnd, kOr, kXor };
 
 uint32_t Combined(Combine how, uint32_t a, uint32_t b) {
   switch (how) {
-    case Combine::kAnd: return a & b;
-    case Combine::kOr: return a | b;
-    case Combine::kXor: return a ^ b;
-    default: return a;
+    case Combine::kAnd:
+      return a & b;
+    case Combine::kOr:
+      return a | b;
+    case Combine::kXor:
+      return a ^ b;
+    default:
+      return a;
   }
 }
 
@@ -140,8 +147,9 @@ Combine TakeCombine(Form& form) {
 
 template <Combine kHow>
 Outcome LogicPredicates(Context& context, const Inst& inst) {
-  context.SetPredicate(inst.destination[0],
-                       Combined(kHow, PredicateValue(context, inst, 0), PredicateValue(context, inst, 1)));
+  context.SetPredicate(
+      inst.destination[0],
+      Combined(kHow, PredicateValue(context, inst, 0), PredicateValue(context, inst, 1)));
   return Outcome::kNext;
 }
 
@@ -172,27 +180,54 @@ void DecodePredicateLogic(Form& form, std::string_view opcode) {
 // ---- Comparison
 
 enum class Test : uint8_t {
-  kEq, kNe, kLt, kLe, kGt, kGe, kEqu, kNeu, kLtu, kLeu, kGtu, kGeu, kNum, kNan,
+  kEq,
+  kNe,
+  kLt,
+  kLe,
+  kGt,
+  kGe,
+  kEqu,
+  kNeu,
+  kLtu,
+  kLeu,
+  kGtu,
+  kGeu,
+  kNum,
+  kNan,
 };
 
 template <Test kTest, typename T>
 bool Holds(T a, T b) {
   switch (kTest) {
-    case Test::kEq: return a == b;
+    case Test::kEq:
+      return a == b;
     // The ordered form: false for NaN, unlike != of C++.
-    case Test::kNe: return std::is_floating_point_v<T> ? a < b || a > b : a != b;
-    case Test::kLt: return a < b;
-    case Test::kLe: return a <= b;
-    case Test::kGt: return a > b;
-    case Test::kGe: return a >= b;
-    case Test::kEqu: return !(a < b || a > b);
-    case Test::kNeu: return a != b;
-    case Test::kLtu: return !(a >= b);
-    case Test::kLeu: return !(a > b);
-    case Test::kGtu: return !(a <= b);
-    case Test::kGeu: return !(a < b);
-    case Test::kNum: return a == a && b == b;
-    case Test::kNan: return a != a || b != b;
+    case Test::kNe:
+      return std::is_floating_point_v<T> ? a < b || a > b : a != b;
+    case Test::kLt:
+      return a < b;
+    case Test::kLe:
+      return a <= b;
+    case Test::kGt:
+      return a > b;
+    case Test::kGe:
+      return a >= b;
+    case Test::kEqu:
+      return !(a < b || a > b);
+    case Test::kNeu:
+      return a != b;
+    case Test::kLtu:
+      return !(a >= b);
+    case Test::kLeu:
+      return !(a > b);
+    case Test::kGtu:
+      return !(a <= b);
+    case Test::kGeu:
+      return !(a < b);
+    case Test::kNum:
+      return a == a && b == b;
+    case Test::kNan:
+      return a != a || b != b;
   }
 }
 
@@ -206,10 +241,13 @@ uint32_t LaneBits(const int32_t* words) {
   return bits;
 }
 
-// How operands become values to compare: a type, and what of a word (the upper half of a packed one).
+// How operands become values to compare: a type, and what of a word (the upper half of a packed
+// one).
 struct AsHalf {
   using W = uint32_t;
-  static float Value(uint32_t word) { return HalfToFloat(HalfType::kF16, static_cast<uint16_t>(word)); }
+  static float Value(uint32_t word) {
+    return HalfToFloat(HalfType::kF16, static_cast<uint16_t>(word));
+  }
 };
 struct AsBf16 {
   using W = uint32_t;
@@ -249,8 +287,8 @@ uint32_t CompareLanes(Context& context, const Inst& inst) {
   return LaneBits(words);
 }
 
-// setp: source[2] is the predicate to combine with, mode[0] how. The second destination gets the inverse
-// comparison, combined with the same predicate.
+// setp: source[2] is the predicate to combine with, mode[0] how. The second destination gets the
+// inverse comparison, combined with the same predicate.
 template <Test kTest, typename Operand>
 Outcome SetPredicates(Context& context, const Inst& inst) {
   const uint32_t holds = CompareLanes<kTest, Operand>(context, inst);
@@ -280,7 +318,8 @@ Outcome SetRegister(Context& context, const Inst& inst) {
   const uint32_t other = how == Combine::kNone ? 0 : context.Predicate(inst.source[2]);
   const uint32_t low = Combined(how, CompareLanes<kTest, Operand>(context, inst), other);
   uint32_t high = low;
-  if constexpr (kPacked) high = Combined(how, CompareLanes<kTest, Upper<Operand>>(context, inst), other);
+  if constexpr (kPacked)
+    high = Combined(how, CompareLanes<kTest, Upper<Operand>>(context, inst), other);
   uint32_t* to = context.MutableRow(inst.destination[0]);
   for (uint32_t rest = context.mask; rest != 0; rest &= rest - 1) {
     const int lane = std::countr_zero(rest);
@@ -308,13 +347,20 @@ Execute ForTest(Test test, Function function) {
 template <typename Function>
 Execute ForIntegerTest(Test test, Function function) {
   switch (test) {
-    case Test::kEq: return function(std::integral_constant<Test, Test::kEq>());
-    case Test::kNe: return function(std::integral_constant<Test, Test::kNe>());
-    case Test::kLt: return function(std::integral_constant<Test, Test::kLt>());
-    case Test::kLe: return function(std::integral_constant<Test, Test::kLe>());
-    case Test::kGt: return function(std::integral_constant<Test, Test::kGt>());
-    case Test::kGe: return function(std::integral_constant<Test, Test::kGe>());
-    default: return nullptr;
+    case Test::kEq:
+      return function(std::integral_constant<Test, Test::kEq>());
+    case Test::kNe:
+      return function(std::integral_constant<Test, Test::kNe>());
+    case Test::kLt:
+      return function(std::integral_constant<Test, Test::kLt>());
+    case Test::kLe:
+      return function(std::integral_constant<Test, Test::kLe>());
+    case Test::kGt:
+      return function(std::integral_constant<Test, Test::kGt>());
+    case Test::kGe:
+      return function(std::integral_constant<Test, Test::kGe>());
+    default:
+      return nullptr;
   }
 }
 
@@ -339,12 +385,24 @@ Test TakeTest(Form& form, bool* needs_unsigned, bool* needs_float) {
     std::string_view name;
     Test test;
   };
-  static constexpr Name kNames[] = {
-      {"eq", Test::kEq},   {"ne", Test::kNe},   {"lt", Test::kLt},   {"le", Test::kLe},
-      {"gt", Test::kGt},   {"ge", Test::kGe},   {"equ", Test::kEqu}, {"neu", Test::kNeu},
-      {"ltu", Test::kLtu}, {"leu", Test::kLeu}, {"gtu", Test::kGtu}, {"geu", Test::kGeu},
-      {"num", Test::kNum}, {"nan", Test::kNan}, {"lo", Test::kLt},   {"ls", Test::kLe},
-      {"hi", Test::kGt},   {"hs", Test::kGe}};
+  static constexpr Name kNames[] = {{"eq", Test::kEq},
+                                    {"ne", Test::kNe},
+                                    {"lt", Test::kLt},
+                                    {"le", Test::kLe},
+                                    {"gt", Test::kGt},
+                                    {"ge", Test::kGe},
+                                    {"equ", Test::kEqu},
+                                    {"neu", Test::kNeu},
+                                    {"ltu", Test::kLtu},
+                                    {"leu", Test::kLeu},
+                                    {"gtu", Test::kGtu},
+                                    {"geu", Test::kGeu},
+                                    {"num", Test::kNum},
+                                    {"nan", Test::kNan},
+                                    {"lo", Test::kLt},
+                                    {"ls", Test::kLe},
+                                    {"hi", Test::kGt},
+                                    {"hs", Test::kGe}};
   for (size_t i = 0; i < std::size(kNames); ++i) {
     if (!form.Take(kNames[i].name)) continue;
     *needs_unsigned = i >= 14;
@@ -362,18 +420,37 @@ void DecodeCompare(Form& form, bool sets_register) {
   Inst& inst = form.inst();
   Type result = Type::kPred;
   if (sets_register) {
-    result = form.TakeType({Type::kU32, Type::kS32, Type::kF32, Type::kU16, Type::kS16, Type::kF16,
-                            Type::kBf16, Type::kF16x2, Type::kBf16x2});
+    result = form.TakeType({Type::kU32,
+                            Type::kS32,
+                            Type::kF32,
+                            Type::kU16,
+                            Type::kS16,
+                            Type::kF16,
+                            Type::kBf16,
+                            Type::kF16x2,
+                            Type::kBf16x2});
   }
-  const Type type = form.TakeType({Type::kB16, Type::kU16, Type::kS16, Type::kB32, Type::kU32, Type::kS32,
-                                   Type::kB64, Type::kU64, Type::kS64, Type::kF32, Type::kF64, Type::kF16,
-                                   Type::kBf16, Type::kF16x2, Type::kBf16x2});
+  const Type type = form.TakeType({Type::kB16,
+                                   Type::kU16,
+                                   Type::kS16,
+                                   Type::kB32,
+                                   Type::kU32,
+                                   Type::kS32,
+                                   Type::kB64,
+                                   Type::kU64,
+                                   Type::kS64,
+                                   Type::kF32,
+                                   Type::kF64,
+                                   Type::kF16,
+                                   Type::kBf16,
+                                   Type::kF16x2,
+                                   Type::kBf16x2});
   // ptxas takes the combination behind the type as well.
   if (combine == Combine::kNone) combine = TakeCombine(form);
   form.Finish();
   const bool is_bits = type == Type::kB16 || type == Type::kB32 || type == Type::kB64;
-  const bool is_half = type == Type::kF16 || type == Type::kBf16 || type == Type::kF16x2 ||
-                       type == Type::kBf16x2;
+  const bool is_half =
+      type == Type::kF16 || type == Type::kBf16 || type == Type::kF16x2 || type == Type::kBf16x2;
   const bool is_packed = type == Type::kF16x2 || type == Type::kBf16x2;
   const bool is_integer = !is_half && !IsFloat(type);
   if (needs_float && is_integer) form.decoder.Fail("this comparison is of floating-point numbers.");
@@ -391,35 +468,42 @@ void DecodeCompare(Form& form, bool sets_register) {
     form.decoder.Fail("its types do not go together.");
   }
   if (sets_register) {
-    inst.mode[1] = result == Type::kF32     ? 0x3f800000
-                   : result == Type::kF16   ? 0x3c00
-                   : result == Type::kBf16  ? 0x3f80
-                   : result == Type::kF16x2 ? 0x3c003c00
+    inst.mode[1] = result == Type::kF32      ? 0x3f800000
+                   : result == Type::kF16    ? 0x3c00
+                   : result == Type::kBf16   ? 0x3f80
+                   : result == Type::kF16x2  ? 0x3c003c00
                    : result == Type::kBf16x2 ? 0x3f803f80
-                   : BitsOf(result) == 16   ? 0xffff
-                                            : 0xffffffff;
+                   : BitsOf(result) == 16    ? 0xffff
+                                             : 0xffffffff;
   }
   switch (type) {
     case Type::kF32:
       inst.execute = ftz ? CompareExecute<AsFlushed>(test, sets_register)
                          : CompareExecute<As<float>>(test, sets_register);
       break;
-    case Type::kF64: inst.execute = CompareExecute<As<double>>(test, sets_register); break;
+    case Type::kF64:
+      inst.execute = CompareExecute<As<double>>(test, sets_register);
+      break;
     case Type::kF16:
       inst.execute = ftz ? CompareExecute<AsFlushedHalf>(test, sets_register)
                          : CompareExecute<AsHalf>(test, sets_register);
       break;
-    case Type::kBf16: inst.execute = CompareExecute<AsBf16>(test, sets_register); break;
+    case Type::kBf16:
+      inst.execute = CompareExecute<AsBf16>(test, sets_register);
+      break;
     case Type::kF16x2:
       inst.execute = ftz ? PackedCompareExecute<AsFlushedHalf>(test, sets_register)
                          : PackedCompareExecute<AsHalf>(test, sets_register);
       break;
-    case Type::kBf16x2: inst.execute = PackedCompareExecute<AsBf16>(test, sets_register); break;
+    case Type::kBf16x2:
+      inst.execute = PackedCompareExecute<AsBf16>(test, sets_register);
+      break;
     default:
       inst.execute = ForInteger(type, [&](auto zero) -> Execute {
         using T = decltype(zero);
         if (sets_register) {
-          return ForIntegerTest(test, [](auto t) -> Execute { return SetRegister<t(), As<T>, false>; });
+          return ForIntegerTest(test,
+                                [](auto t) -> Execute { return SetRegister<t(), As<T>, false>; });
         }
         return ForIntegerTest(test, [](auto t) -> Execute { return SetPredicates<t(), As<T>>; });
       });
@@ -459,9 +543,17 @@ Outcome Select(Context& context, const Inst& inst) {
 }
 
 void DecodeSelect(Form& form) {
-  const Type type =
-      form.TakeType({Type::kB16, Type::kU16, Type::kS16, Type::kB32, Type::kU32, Type::kS32, Type::kF32,
-                     Type::kB64, Type::kU64, Type::kS64, Type::kF64});
+  const Type type = form.TakeType({Type::kB16,
+                                   Type::kU16,
+                                   Type::kS16,
+                                   Type::kB32,
+                                   Type::kU32,
+                                   Type::kS32,
+                                   Type::kF32,
+                                   Type::kB64,
+                                   Type::kU64,
+                                   Type::kS64,
+                                   Type::kF64});
   form.Finish();
   form.decoder.ExpectOperands(4, 4);
   Inst& inst = form.inst();
@@ -480,9 +572,17 @@ constexpr auto kSelectByFlushedSign = [](auto a, auto b, float c) {
 // slct (9.7.6.4): -0 selects as +0, NaN selects b.
 void DecodeSelectBySign(Form& form) {
   const bool ftz = form.Take("ftz");
-  const Type type =
-      form.TakeType({Type::kB16, Type::kU16, Type::kS16, Type::kB32, Type::kU32, Type::kS32, Type::kF32,
-                     Type::kB64, Type::kU64, Type::kS64, Type::kF64});
+  const Type type = form.TakeType({Type::kB16,
+                                   Type::kU16,
+                                   Type::kS16,
+                                   Type::kB32,
+                                   Type::kU32,
+                                   Type::kS32,
+                                   Type::kF32,
+                                   Type::kB64,
+                                   Type::kU64,
+                                   Type::kS64,
+                                   Type::kF64});
   const Type sign = form.TakeType({Type::kS32, Type::kF32});
   if (ftz && sign != Type::kF32) form.decoder.Fail("\".ftz\" needs a selector of type \".f32\".");
   const auto pick = [&](auto zero) -> Execute {
@@ -519,8 +619,8 @@ Outcome Move128(Context& context, const Inst& inst) {
   return Outcome::kNext;
 }
 
-// The address of a shared variable: that of the CTA's own window in shared::cluster. Kernels for CTA pairs
-// clear the bit of the rank in such an address to name the even CTA.
+// The address of a shared variable: that of the CTA's own window in shared::cluster. Kernels for
+// CTA pairs clear the bit of the rank in such an address to name the even CTA.
 template <typename T>
 Outcome MoveSharedAddress(Context& context, const Inst& inst) {
   const T offset = static_cast<T>(inst.immediate[0]) + (static_cast<T>(context.cta.rank) << 24);
@@ -543,11 +643,14 @@ Outcome MoveTime(Context& context, const Inst& inst) {
 }
 
 Outcome MoveSpecial16(Context& context, const Inst& inst) {
-  return Each<[](uint32_t a) { return static_cast<uint16_t>(a); }, uint16_t, uint32_t>(context, inst);
+  return Each<[](uint32_t a) { return static_cast<uint16_t>(a); }, uint16_t, uint32_t>(context,
+                                                                                       inst);
 }
 
 Outcome Pack2x32(Context& context, const Inst& inst) {
-  return Each<[](uint32_t low, uint32_t high) { return uint64_t{high} << 32 | low; }, uint64_t, uint32_t,
+  return Each<[](uint32_t low, uint32_t high) { return uint64_t{high} << 32 | low; },
+              uint64_t,
+              uint32_t,
               uint32_t>(context, inst);
 }
 
@@ -569,8 +672,10 @@ uint64_t ReadLane(Context& context, const Ref& ref, int lane, int bits) {
   return bits == 64 ? context.Wide(ref)[lane] : context.Row(ref)[lane];
 }
 void WriteLane(Context& context, const Ref& ref, int lane, int bits, uint64_t value) {
-  if (bits == 64) context.MutableWide(ref)[lane] = value;
-  else context.MutableRow(ref)[lane] = static_cast<uint32_t>(value);
+  if (bits == 64)
+    context.MutableWide(ref)[lane] = value;
+  else
+    context.MutableRow(ref)[lane] = static_cast<uint32_t>(value);
 }
 
 // The other shapes: mode[0] elements of mode[1] bits. A 128-bit value is two words of 64.
@@ -623,7 +728,8 @@ void DecodeVectorMove(Form& form, Type type) {
   const ptx::Operand& vector = form.operand(packs ? 1 : 0);
   const size_t count = vector.elements.size();
   const int bits = count == 0 ? 0 : BitsOf(type) / static_cast<int>(count);
-  if ((count != 2 && count != 4) || bits < 8) form.decoder.Fail("its vector has not 2 or 4 elements.");
+  if ((count != 2 && count != 4) || bits < 8)
+    form.decoder.Fail("its vector has not 2 or 4 elements.");
   if (IsFloat(type)) form.decoder.Fail("a vector needs an untyped mov.");
   inst.mode[0] = static_cast<uint32_t>(count);
   inst.mode[1] = static_cast<uint32_t>(bits);
@@ -653,9 +759,20 @@ std::string_view SpecialNameOf(const ptx::Operand& operand) {
 
 void DecodeMove(Form& form) {
   if (form.Take("pred")) return DecodePredicateLogic(form, "mov");
-  const Type type = form.TakeType({Type::kB16, Type::kU16, Type::kS16, Type::kF16, Type::kBf16, Type::kB32,
-                                   Type::kU32, Type::kS32, Type::kF32, Type::kB64, Type::kU64, Type::kS64,
-                                   Type::kF64, Type::kB128});
+  const Type type = form.TakeType({Type::kB16,
+                                   Type::kU16,
+                                   Type::kS16,
+                                   Type::kF16,
+                                   Type::kBf16,
+                                   Type::kB32,
+                                   Type::kU32,
+                                   Type::kS32,
+                                   Type::kF32,
+                                   Type::kB64,
+                                   Type::kU64,
+                                   Type::kS64,
+                                   Type::kF64,
+                                   Type::kB128});
   form.Finish();
   form.decoder.ExpectOperands(2, 2);
   Inst& inst = form.inst();
@@ -698,8 +815,8 @@ void DecodeMove(Form& form) {
 
 // ---- prmt (9.7.9.7)
 
-// One byte of the result: the selector's lower three bits name a byte of {b, a}, the fourth asks for that
-// byte's sign in all bits.
+// One byte of the result: the selector's lower three bits name a byte of {b, a}, the fourth asks
+// for that byte's sign in all bits.
 uint32_t PermutedByte(uint64_t bytes, uint32_t selector) {
   const uint32_t byte = static_cast<uint32_t>(bytes >> (8 * (selector & 7))) & 0xff;
   return (selector & 8) != 0 ? (byte >> 7) * 0xff : byte;
@@ -707,11 +824,12 @@ uint32_t PermutedByte(uint64_t bytes, uint32_t selector) {
 
 constexpr auto kPermute = [](uint32_t a, uint32_t b, uint32_t c) {
   const uint64_t bytes = uint64_t{b} << 32 | a;
-  return PermutedByte(bytes, c) | PermutedByte(bytes, c >> 4) << 8 | PermutedByte(bytes, c >> 8) << 16 |
-         PermutedByte(bytes, c >> 12) << 24;
+  return PermutedByte(bytes, c) | PermutedByte(bytes, c >> 4) << 8 |
+         PermutedByte(bytes, c >> 8) << 16 | PermutedByte(bytes, c >> 12) << 24;
 };
 
-// The selector is nearly always a constant: then each byte is one shift of one operand. mode[0] holds it.
+// The selector is nearly always a constant: then each byte is one shift of one operand. mode[0]
+// holds it.
 Outcome PermuteConstant(Context& context, const Inst& inst) {
   uint32_t all[kLanes] = {};
   for (int i = 0; i < 4; ++i) {

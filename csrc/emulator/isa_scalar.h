@@ -1,4 +1,5 @@
-// What the decoders of scalar instructions share: operand types, and loops over the lanes of a warp.
+// What the decoders of scalar instructions share: operand types, and loops over the lanes of a
+// warp.
 
 #ifndef JAX_FA4_CSRC_EMULATOR_ISA_SCALAR_H_
 #define JAX_FA4_CSRC_EMULATOR_ISA_SCALAR_H_
@@ -23,10 +24,27 @@ inline constexpr uint32_t kAllLanes = 0xffffffff;
 enum class Type : uint8_t {
   kNone,
   kPred,
-  kB8, kU8, kS8,
-  kB16, kU16, kS16, kF16, kBf16,
-  kB32, kU32, kS32, kF32, kF16x2, kBf16x2, kU16x2, kS16x2,
-  kB64, kU64, kS64, kF64, kF32x2,
+  kB8,
+  kU8,
+  kS8,
+  kB16,
+  kU16,
+  kS16,
+  kF16,
+  kBf16,
+  kB32,
+  kU32,
+  kS32,
+  kF32,
+  kF16x2,
+  kBf16x2,
+  kU16x2,
+  kS16x2,
+  kB64,
+  kU64,
+  kS64,
+  kF64,
+  kF32x2,
   kB128,
 };
 Type TypeOf(std::string_view name);  // kNone if it is no type
@@ -76,9 +94,10 @@ void Blend(W* to, const W* from, uint32_t mask) {
   }
 }
 
-// destination[0] = F(source[0], source[1], ...) for all lanes, as vector code. F must stand any input, since
-// it also sees lanes outside of the mask. A destination may be one of the sources but never overlaps one
-// otherwise (the register allocation of program.cc sees to that), so the loops have no dependence.
+// destination[0] = F(source[0], source[1], ...) for all lanes, as vector code. F must stand any
+// input, since it also sees lanes outside of the mask. A destination may be one of the sources but
+// never overlaps one otherwise (the register allocation of program.cc sees to that), so the loops
+// have no dependence.
 template <auto F, typename R, typename... A, size_t... I>
 void EachOf(Context& context, const Inst& inst, std::index_sequence<I...>) {
   Word<R>* const to = DestinationRow<R>(context, inst.destination[0]);
@@ -102,14 +121,15 @@ Outcome Each(Context& context, const Inst& inst) {
   return Outcome::kNext;
 }
 
-// The same, lane by lane, for what is no vector code: F(inst, source[0], ...), only in lanes of the mask.
+// The same, lane by lane, for what is no vector code: F(inst, source[0], ...), only in lanes of the
+// mask.
 template <auto F, typename R, typename... A, size_t... I>
 void EachLaneOf(Context& context, const Inst& inst, std::index_sequence<I...>) {
   Word<R>* const to = DestinationRow<R>(context, inst.destination[0]);
   for (uint32_t rest = context.mask; rest != 0; rest &= rest - 1) {
     const int lane = std::countr_zero(rest);
-    to[lane] = Pack<R>(static_cast<R>(
-        F(inst, Unpack<A>(SourceRow<A>(context, inst.source[I])[lane])...)));
+    to[lane] =
+        Pack<R>(static_cast<R>(F(inst, Unpack<A>(SourceRow<A>(context, inst.source[I])[lane])...)));
   }
 }
 template <auto F, typename R, typename... A>
@@ -124,15 +144,22 @@ template <typename Function>
 Execute ForInteger(Type type, Function function) {
   switch (type) {
     case Type::kB16:
-    case Type::kU16: return function(uint16_t());
-    case Type::kS16: return function(int16_t());
+    case Type::kU16:
+      return function(uint16_t());
+    case Type::kS16:
+      return function(int16_t());
     case Type::kB32:
-    case Type::kU32: return function(uint32_t());
-    case Type::kS32: return function(int32_t());
+    case Type::kU32:
+      return function(uint32_t());
+    case Type::kS32:
+      return function(int32_t());
     case Type::kB64:
-    case Type::kU64: return function(uint64_t());
-    case Type::kS64: return function(int64_t());
-    default: return nullptr;
+    case Type::kU64:
+      return function(uint64_t());
+    case Type::kS64:
+      return function(int64_t());
+    default:
+      return nullptr;
   }
 }
 

@@ -20,8 +20,8 @@ struct Flags {
   bool ftz = false, sat = false, relu = false, satfinite = false;
 };
 
-// An Inst of the general form: mode[0] is the destination's type, mode[1] the source's, mode[2] the rounding,
-// mode[3] flags.
+// An Inst of the general form: mode[0] is the destination's type, mode[1] the source's, mode[2] the
+// rounding, mode[3] flags.
 enum : uint32_t { kFtz = 1, kSat = 2, kToIntegral = 4 };
 
 // ---- Rounding to any format
@@ -34,15 +34,20 @@ struct Format {
   int least_exponent;
   int most_exponent;
 };
-constexpr Format kSingle = {24, -126, 127}, kDoubleFormat = {53, -1022, 1023}, kHalf = {11, -14, 15};
+constexpr Format kSingle = {24, -126, 127}, kDoubleFormat = {53, -1022, 1023},
+                 kHalf = {11, -14, 15};
 constexpr Format kBrain = {8, -126, 127};
 
 Real RoundIntegral(Real x, Round round) {
   switch (round) {
-    case Round::kZero: return std::trunc(x);
-    case Round::kDown: return std::floor(x);
-    case Round::kUp: return std::ceil(x);
-    case Round::kAway: return std::round(x);
+    case Round::kZero:
+      return std::trunc(x);
+    case Round::kDown:
+      return std::floor(x);
+    case Round::kUp:
+      return std::ceil(x);
+    case Round::kAway:
+      return std::round(x);
     default: {
       // The host's x87 rounds to nearest even, always: nobody sets its mode.
       return std::nearbyint(x);
@@ -59,8 +64,8 @@ Real RoundTo(Real x, Format format, Round round) {
   if (result == 0) return std::copysign(Real{0}, x);
   const Real most = std::ldexp(2 - std::ldexp(Real{1}, 1 - format.precision), format.most_exponent);
   if (std::fabs(result) <= most) return result;
-  const bool to_most = round == Round::kZero || (round == Round::kDown && x > 0) ||
-                       (round == Round::kUp && x < 0);
+  const bool to_most =
+      round == Round::kZero || (round == Round::kDown && x > 0) || (round == Round::kUp && x < 0);
   return std::copysign(to_most ? most : std::numeric_limits<Real>::infinity(), x);
 }
 
@@ -68,18 +73,30 @@ Real RoundTo(Real x, Format format, Round round) {
 
 Real ToReal(Type type, uint64_t bits) {
   switch (type) {
-    case Type::kF64: return std::bit_cast<double>(bits);
-    case Type::kF32: return std::bit_cast<float>(static_cast<uint32_t>(bits));
-    case Type::kF16: return HalfToFloat(HalfType::kF16, static_cast<uint16_t>(bits));
-    case Type::kBf16: return HalfToFloat(HalfType::kBf16, static_cast<uint16_t>(bits));
-    case Type::kS8: return static_cast<int8_t>(bits);
-    case Type::kS16: return static_cast<int16_t>(bits);
-    case Type::kS32: return static_cast<int32_t>(bits);
-    case Type::kS64: return static_cast<int64_t>(bits);
-    case Type::kU8: return static_cast<uint8_t>(bits);
-    case Type::kU16: return static_cast<uint16_t>(bits);
-    case Type::kU32: return static_cast<uint32_t>(bits);
-    default: return bits;
+    case Type::kF64:
+      return std::bit_cast<double>(bits);
+    case Type::kF32:
+      return std::bit_cast<float>(static_cast<uint32_t>(bits));
+    case Type::kF16:
+      return HalfToFloat(HalfType::kF16, static_cast<uint16_t>(bits));
+    case Type::kBf16:
+      return HalfToFloat(HalfType::kBf16, static_cast<uint16_t>(bits));
+    case Type::kS8:
+      return static_cast<int8_t>(bits);
+    case Type::kS16:
+      return static_cast<int16_t>(bits);
+    case Type::kS32:
+      return static_cast<int32_t>(bits);
+    case Type::kS64:
+      return static_cast<int64_t>(bits);
+    case Type::kU8:
+      return static_cast<uint8_t>(bits);
+    case Type::kU16:
+      return static_cast<uint16_t>(bits);
+    case Type::kU32:
+      return static_cast<uint32_t>(bits);
+    default:
+      return bits;
   }
 }
 
@@ -96,16 +113,19 @@ Format FormatOf(Type type) {
 
 uint64_t FromReal(Type type, Real x) {
   switch (type) {
-    case Type::kF64: return std::bit_cast<uint64_t>(static_cast<double>(x));
-    case Type::kF32: return std::bit_cast<uint32_t>(std::isnan(x) ? CanonicalNan() : static_cast<float>(x));
+    case Type::kF64:
+      return std::bit_cast<uint64_t>(static_cast<double>(x));
+    case Type::kF32:
+      return std::bit_cast<uint32_t>(std::isnan(x) ? CanonicalNan() : static_cast<float>(x));
     default:
       if (std::isnan(x)) return kCanonicalHalfNan;
-      return FloatToHalf(type == Type::kF16 ? HalfType::kF16 : HalfType::kBf16, static_cast<float>(x));
+      return FloatToHalf(type == Type::kF16 ? HalfType::kF16 : HalfType::kBf16,
+                         static_cast<float>(x));
   }
 }
 
-// Numbers beyond the type's range become its nearest; NaN becomes 0, except where a 64-bit type takes part:
-// there it is the one whose upper bit alone is set.
+// Numbers beyond the type's range become its nearest; NaN becomes 0, except where a 64-bit type
+// takes part: there it is the one whose upper bit alone is set.
 uint64_t RealToInteger(Type type, Type source, Real x) {
   const int bits = BitsOf(type);
   if (std::isnan(x)) return bits == 64 || source == Type::kF64 ? uint64_t{1} << (bits - 1) : 0;
@@ -123,13 +143,20 @@ uint64_t RealToInteger(Type type, Type source, Real x) {
 // An integer of the type as 64 bits, by its sign.
 uint64_t ExtendInteger(Type type, uint64_t bits) {
   switch (type) {
-    case Type::kS8: return static_cast<uint64_t>(int64_t{static_cast<int8_t>(bits)});
-    case Type::kS16: return static_cast<uint64_t>(int64_t{static_cast<int16_t>(bits)});
-    case Type::kS32: return static_cast<uint64_t>(int64_t{static_cast<int32_t>(bits)});
-    case Type::kU8: return static_cast<uint8_t>(bits);
-    case Type::kU16: return static_cast<uint16_t>(bits);
-    case Type::kU32: return static_cast<uint32_t>(bits);
-    default: return bits;
+    case Type::kS8:
+      return static_cast<uint64_t>(int64_t{static_cast<int8_t>(bits)});
+    case Type::kS16:
+      return static_cast<uint64_t>(int64_t{static_cast<int16_t>(bits)});
+    case Type::kS32:
+      return static_cast<uint64_t>(int64_t{static_cast<int32_t>(bits)});
+    case Type::kU8:
+      return static_cast<uint8_t>(bits);
+    case Type::kU16:
+      return static_cast<uint16_t>(bits);
+    case Type::kU32:
+      return static_cast<uint32_t>(bits);
+    default:
+      return bits;
   }
 }
 
@@ -161,14 +188,16 @@ uint64_t ConvertLane(const Inst& inst, uint64_t bits) {
   Real x = ToReal(from, bits);
   if (from == Type::kF32 && ftz) x = FlushIf(true, from, x);
   if (!IsReal(to)) return ExtendInteger(to, RealToInteger(to, from, RoundIntegral(x, round)));
-  if ((inst.mode[3] & kToIntegral) != 0) x = std::isfinite(x) ? std::copysign(RoundIntegral(x, round), x) : x;
+  if ((inst.mode[3] & kToIntegral) != 0)
+    x = std::isfinite(x) ? std::copysign(RoundIntegral(x, round), x) : x;
   x = RoundTo(x, FormatOf(to), (inst.mode[3] & kToIntegral) != 0 ? Round::kEven : round);
   if (to == Type::kF32 && ftz && std::isfinite(x)) x = FlushIf(true, to, x);
   if (sat) x = x > 0 ? std::min<Real>(x, 1) : 0;  // NaN gives 0
   return FromReal(to, x);
 }
 
-// Registers may be wider than the types: what is above a source is ignored, and results are extended.
+// Registers may be wider than the types: what is above a source is ignored, and results are
+// extended.
 Outcome Convert(Context& context, const Inst& inst) {
   const Ref& from = inst.source[0];
   const Ref& to = inst.destination[0];
@@ -186,8 +215,8 @@ Outcome Convert(Context& context, const Inst& inst) {
   return Outcome::kNext;
 }
 
-// Between integers without saturation, as vector code. Mode[0] is the mask of the destination's register
-// where that is a word.
+// Between integers without saturation, as vector code. Mode[0] is the mask of the destination's
+// register where that is a word.
 template <typename To, typename From, typename ToWord, typename FromWord>
 Outcome ConvertInteger(Context& context, const Inst& inst) {
   const auto* from = reinterpret_cast<const FromWord*>(context.Row(inst.source[0]));
@@ -234,13 +263,18 @@ Execute IntegerExecute(Type to, Type from, bool wide_to, bool wide_from) {
   });
 }
 
-// From f32 to an integer, or to an integer in f32, as vector code. Doubles hold all integers of 32 bits.
+// From f32 to an integer, or to an integer in f32, as vector code. Doubles hold all integers of 32
+// bits.
 template <Round kRound>
 float RoundSingle(float x) {
-  if constexpr (kRound == Round::kZero) return __builtin_truncf(x);
-  else if constexpr (kRound == Round::kDown) return __builtin_floorf(x);
-  else if constexpr (kRound == Round::kUp) return __builtin_ceilf(x);
-  else return __builtin_rintf(x);
+  if constexpr (kRound == Round::kZero)
+    return __builtin_truncf(x);
+  else if constexpr (kRound == Round::kDown)
+    return __builtin_floorf(x);
+  else if constexpr (kRound == Round::kUp)
+    return __builtin_ceilf(x);
+  else
+    return __builtin_rintf(x);
 }
 template <Round kRound>
 int32_t SingleToSigned(float x) {
@@ -266,19 +300,28 @@ float SingleToIntegral(float x) {
 template <Round kRound>
 Execute SingleExecute(Type to) {
   switch (to) {
-    case Type::kS32: return Each<SingleToSigned<kRound>, int32_t, float>;
-    case Type::kU32: return Each<SingleToUnsigned<kRound>, uint32_t, float>;
-    case Type::kF32: return Each<SingleToIntegral<kRound>, float, float>;
-    default: return nullptr;
+    case Type::kS32:
+      return Each<SingleToSigned<kRound>, int32_t, float>;
+    case Type::kU32:
+      return Each<SingleToUnsigned<kRound>, uint32_t, float>;
+    case Type::kF32:
+      return Each<SingleToIntegral<kRound>, float, float>;
+    default:
+      return nullptr;
   }
 }
 Execute SingleExecute(Type to, Round round) {
   switch (round) {
-    case Round::kEven: return SingleExecute<Round::kEven>(to);
-    case Round::kZero: return SingleExecute<Round::kZero>(to);
-    case Round::kDown: return SingleExecute<Round::kDown>(to);
-    case Round::kUp: return SingleExecute<Round::kUp>(to);
-    default: return nullptr;
+    case Round::kEven:
+      return SingleExecute<Round::kEven>(to);
+    case Round::kZero:
+      return SingleExecute<Round::kZero>(to);
+    case Round::kDown:
+      return SingleExecute<Round::kDown>(to);
+    case Round::kUp:
+      return SingleExecute<Round::kUp>(to);
+    default:
+      return nullptr;
   }
 }
 
@@ -287,7 +330,8 @@ constexpr auto kToSingle = [](auto x) { return static_cast<float>(x); };
 // ---- Halves, pairs of them, and formats of 19, 8, 6 and 4 bits
 
 ConvertMode ConvertModeOf(const Flags& flags) {
-  return {flags.to_float == Round::kZero ? Rounding::kTowardZero : Rounding::kNearestEven, flags.relu,
+  return {flags.to_float == Round::kZero ? Rounding::kTowardZero : Rounding::kNearestEven,
+          flags.relu,
           flags.satfinite};
 }
 ConvertMode ConvertModeOf(const Inst& inst) {
@@ -303,9 +347,12 @@ uint32_t SinglesToHalves(const Inst& inst, float a, float b) {
   return FloatToHalf2(kType, a, b, ConvertModeOf(inst));
 }
 uint32_t SingleToTf32(const Inst& inst, float x) {
-  return FloatToTf32(x, static_cast<Tf32Rounding>(inst.mode[0]), inst.mode[1] != 0, inst.mode[2] != 0);
+  return FloatToTf32(
+      x, static_cast<Tf32Rounding>(inst.mode[0]), inst.mode[1] != 0, inst.mode[2] != 0);
 }
-constexpr auto kHalfToSingle = [](const Inst&, uint16_t x) { return HalfToFloat(HalfType::kF16, x); };
+constexpr auto kHalfToSingle = [](const Inst&, uint16_t x) {
+  return HalfToFloat(HalfType::kF16, x);
+};
 // A bf16 that is NaN is widened like any other; only arithmetic makes it canonical.
 constexpr auto kBrainToSingle = [](uint32_t x) { return x << 16; };
 
@@ -335,8 +382,11 @@ struct Narrow {
   uint32_t nan;   // 0: the format has none
 };
 constexpr Narrow kNarrows[] = {
-    {"e4m3x2", 8, 3, 7, 0x7e, 0x7f}, {"e5m2x2", 8, 2, 15, 0x7b, 0x7f}, {"e2m3x2", 6, 3, 1, 0x1f, 0},
-    {"e3m2x2", 6, 2, 3, 0x1f, 0},    {"e2m1x2", 4, 1, 1, 0x07, 0},
+    {"e4m3x2", 8, 3, 7, 0x7e, 0x7f},
+    {"e5m2x2", 8, 2, 15, 0x7b, 0x7f},
+    {"e2m3x2", 6, 3, 1, 0x1f, 0},
+    {"e3m2x2", 6, 2, 3, 0x1f, 0},
+    {"e2m1x2", 4, 1, 1, 0x07, 0},
 };
 
 const Narrow* FindNarrow(std::string_view name) {
@@ -357,8 +407,8 @@ uint32_t ToNarrow(const Narrow& format, float x, bool relu) {
   const int least = 1 - format.bias;
   if (std::isinf(x)) return sign | format.most;
   const int exponent = std::max(std::ilogb(size), least);
-  const auto steps =
-      static_cast<uint64_t>(RoundIntegral(std::ldexp(size, format.mantissa - exponent), Round::kEven));
+  const auto steps = static_cast<uint64_t>(
+      RoundIntegral(std::ldexp(size, format.mantissa - exponent), Round::kEven));
   // A carry out of the significand raises the exponent by itself.
   const uint64_t code = (static_cast<uint64_t>(exponent - least) << format.mantissa) + steps;
   return sign | static_cast<uint32_t>(std::min<uint64_t>(code, format.most));
@@ -370,20 +420,22 @@ float FromNarrow(const Narrow& format, uint32_t code) {
   if (format.nan != 0 && size > format.most) {
     // e5m2 has infinities just above its largest number; e4m3 does not.
     if (format.mantissa == 2 && size == format.most + 1) {
-      return sign != 0 ? -std::numeric_limits<float>::infinity() : std::numeric_limits<float>::infinity();
+      return sign != 0 ? -std::numeric_limits<float>::infinity()
+                       : std::numeric_limits<float>::infinity();
     }
     return CanonicalNan();
   }
   const uint32_t field = size >> format.mantissa;
   const uint32_t fraction = size & ((1u << format.mantissa) - 1);
   const uint32_t significand = field == 0 ? fraction : fraction | 1u << format.mantissa;
-  const float value = std::ldexp(static_cast<float>(significand),
-                                 static_cast<int>(std::max(field, 1u)) - format.bias - format.mantissa);
+  const float value =
+      std::ldexp(static_cast<float>(significand),
+                 static_cast<int>(std::max(field, 1u)) - format.bias - format.mantissa);
   return sign != 0 ? -value : value;
 }
 
-// mode[0] is the format's number, mode[1] .relu, mode[2] the half type. Pairs of 4 bits share a byte, others
-// have a byte each.
+// mode[0] is the format's number, mode[1] .relu, mode[2] the half type. Pairs of 4 bits share a
+// byte, others have a byte each.
 uint32_t PairOf(const Narrow& format, float high, float low, bool relu) {
   return ToNarrow(format, high, relu) << (format.bits == 4 ? 4 : 8) | ToNarrow(format, low, relu);
 }
@@ -392,8 +444,10 @@ constexpr auto kSinglesToNarrow = [](const Inst& inst, float a, float b) {
 };
 constexpr auto kHalvesToNarrow = [](const Inst& inst, uint32_t x) {
   const auto type = static_cast<HalfType>(inst.mode[2]);
-  return PairOf(kNarrows[inst.mode[0]], HalfToFloat(type, static_cast<uint16_t>(x >> 16)),
-                HalfToFloat(type, static_cast<uint16_t>(x)), inst.mode[1] != 0);
+  return PairOf(kNarrows[inst.mode[0]],
+                HalfToFloat(type, static_cast<uint16_t>(x >> 16)),
+                HalfToFloat(type, static_cast<uint16_t>(x)),
+                inst.mode[1] != 0);
 };
 constexpr auto kNarrowToHalves = [](const Inst& inst, uint16_t x) {
   const Narrow& format = kNarrows[inst.mode[0]];
@@ -401,31 +455,35 @@ constexpr auto kNarrowToHalves = [](const Inst& inst, uint16_t x) {
   const ConvertMode mode{.relu = inst.mode[1] != 0};
   const uint32_t bits = format.bits == 4 ? 4 : 8;
   const uint32_t mask = (1u << format.bits) - 1;
-  return FloatToHalf2(type, FromNarrow(format, x >> bits & mask), FromNarrow(format, x & mask), mode);
+  return FloatToHalf2(
+      type, FromNarrow(format, x >> bits & mask), FromNarrow(format, x & mask), mode);
 };
 
-// ue8m0: powers of two, a byte each; 0xff is NaN. mode[0] is the rounding.
-uint32_t ToPower(float x, bool up) {
+// ue8m0: powers of two, a byte each; 0xff is NaN. mode[0] is set for .rp, mode[1] for .satfinite.
+uint32_t ToPower(float x, const Inst& inst) {
   if (std::isnan(x)) return 0xff;
-  // Only magnitudes have a power; what is too small becomes the least, what is too large the greatest.
+  // Only magnitudes have a power; what is too small becomes the least of them.
   const uint32_t bits = std::bit_cast<uint32_t>(x) & 0x7fffffff;
   uint32_t code = bits >> 23;
-  if (up && (bits & 0x7fffff) != 0) {
+  if (inst.mode[0] != 0 && (bits & 0x7fffff) != 0) {
     // 0 stands for 2^-127, which is half of the least normal number.
     if (code != 0 || bits > 0x400000) ++code;
   }
-  return std::min(code, 0xfeu);
+  // What is too large is NaN without .satfinite.
+  return std::min(code, inst.mode[1] != 0 ? 0xfeu : 0xffu);
 }
 constexpr auto kSinglesToPowers = [](const Inst& inst, float a, float b) {
-  return ToPower(a, inst.mode[0] != 0) << 8 | ToPower(b, inst.mode[0] != 0);
+  return ToPower(a, inst) << 8 | ToPower(b, inst);
 };
 constexpr auto kBrainsToPowers = [](const Inst& inst, uint32_t x) {
   const auto value = [](uint32_t half) { return std::bit_cast<float>(half << 16); };
-  return ToPower(value(x >> 16), inst.mode[0] != 0) << 8 | ToPower(value(x & 0xffff), inst.mode[0] != 0);
+  return ToPower(value(x >> 16), inst) << 8 | ToPower(value(x & 0xffff), inst);
 };
 constexpr auto kPowersToBrains = [](const Inst&, uint16_t x) {
   // 0 is 2^-127, a subnormal of bf16.
-  const auto value = [](uint32_t code) { return code == 0 ? 0x40u : code == 0xff ? 0x7fffu : code << 7; };
+  const auto value = [](uint32_t code) {
+    return code == 0 ? 0x40u : code == 0xff ? 0x7fffu : code << 7;
+  };
   return value(x >> 8) << 16 | value(x & 0xff);
 };
 
@@ -444,12 +502,14 @@ Flags TakeFlags(Form& form) {
     if (*flag || !form.Take(name)) return false;
     return *flag = true;
   };
-  while (take("rn", &flags.to_float, Round::kEven) || take("rz", &flags.to_float, Round::kZero) ||
-         take("rm", &flags.to_float, Round::kDown) || take("rp", &flags.to_float, Round::kUp) ||
-         take("rna", &flags.to_float, Round::kAway) || take("rni", &flags.to_integer, Round::kEven) ||
-         take("rzi", &flags.to_integer, Round::kZero) || take("rmi", &flags.to_integer, Round::kDown) ||
-         take("rpi", &flags.to_integer, Round::kUp) || raise("ftz", &flags.ftz) ||
-         raise("sat", &flags.sat) || raise("relu", &flags.relu) || raise("satfinite", &flags.satfinite)) {
+  while (
+      take("rn", &flags.to_float, Round::kEven) || take("rz", &flags.to_float, Round::kZero) ||
+      take("rm", &flags.to_float, Round::kDown) || take("rp", &flags.to_float, Round::kUp) ||
+      take("rna", &flags.to_float, Round::kAway) || take("rni", &flags.to_integer, Round::kEven) ||
+      take("rzi", &flags.to_integer, Round::kZero) ||
+      take("rmi", &flags.to_integer, Round::kDown) || take("rpi", &flags.to_integer, Round::kUp) ||
+      raise("ftz", &flags.ftz) || raise("sat", &flags.sat) || raise("relu", &flags.relu) ||
+      raise("satfinite", &flags.satfinite)) {
   }
   return flags;
 }
@@ -461,7 +521,9 @@ void Need(Form& form, bool holds, const char* message) {
 // d (a pair) from a and b in f32, or from a pair.
 void DecodeHalves(Form& form, const Flags& flags, Type to) {
   form.Need("f32");
-  Need(form, flags.to_float == Round::kEven || flags.to_float == Round::kZero, "it needs .rn or .rz.");
+  Need(form,
+       flags.to_float == Round::kEven || flags.to_float == Round::kZero,
+       "it needs .rn or .rz.");
   Need(form, !flags.ftz && !flags.sat, "its modifiers are not supported with these types.");
   Inst& inst = form.inst();
   const ConvertMode mode = ConvertModeOf(flags);
@@ -484,9 +546,12 @@ void DecodeTf32(Form& form, const Flags& flags) {
   form.Need("f32");
   Need(form, !flags.ftz && !flags.sat, "its modifiers are not supported with these types.");
   Tf32Rounding rounding = Tf32Rounding::kNearestAway;
-  if (flags.to_float == Round::kEven) rounding = Tf32Rounding::kNearestEven;
-  else if (flags.to_float == Round::kZero) rounding = Tf32Rounding::kTowardZero;
-  else Need(form, flags.to_float == Round::kAway, "it needs .rna, .rn or .rz.");
+  if (flags.to_float == Round::kEven)
+    rounding = Tf32Rounding::kNearestEven;
+  else if (flags.to_float == Round::kZero)
+    rounding = Tf32Rounding::kTowardZero;
+  else
+    Need(form, flags.to_float == Round::kAway, "it needs .rna, .rn or .rz.");
   Inst& inst = form.inst();
   inst.mode[0] = static_cast<uint32_t>(rounding);
   inst.mode[1] = flags.relu;
@@ -495,7 +560,8 @@ void DecodeTf32(Form& form, const Flags& flags) {
 }
 
 // A pair of 4 bits is a .b8, others are .b16.
-void EmitNarrow(Form& form, Execute execute, Type to, std::initializer_list<Type> from, bool is_byte) {
+void EmitNarrow(
+    Form& form, Execute execute, Type to, std::initializer_list<Type> from, bool is_byte) {
   if (!is_byte) return form.Emit(execute, to, from);
   form.Finish();
   form.decoder.ExpectOperands(from.size() + 1, from.size() + 1);
@@ -522,8 +588,11 @@ void DecodeToNarrow(Form& form, const Flags& flags, const Narrow& narrow) {
   const Type from = form.TakeType({Type::kF32, Type::kF16x2, Type::kBf16x2});
   const bool is_byte = narrow.bits == 4;
   if (from == Type::kF32) {
-    return EmitNarrow(form, EachLane<kSinglesToNarrow, uint16_t, float, float>, Type::kB16,
-                      {Type::kF32, Type::kF32}, is_byte);
+    return EmitNarrow(form,
+                      EachLane<kSinglesToNarrow, uint16_t, float, float>,
+                      Type::kB16,
+                      {Type::kF32, Type::kF32},
+                      is_byte);
   }
   inst.mode[2] = static_cast<uint32_t>(from == Type::kF16x2 ? HalfType::kF16 : HalfType::kBf16);
   EmitNarrow(form, EachLane<kHalvesToNarrow, uint16_t, uint32_t>, Type::kB16, {from}, is_byte);
@@ -534,7 +603,8 @@ void DecodeFromNarrow(Form& form, const Flags& flags, Type to) {
   Inst& inst = form.inst();
   if (name == "ue8m0x2") {
     form.parts.Next();
-    Need(form, to == Type::kBf16x2 && flags.to_float == Round::kEven && !flags.relu,
+    Need(form,
+         to == Type::kBf16x2 && flags.to_float == Round::kEven && !flags.relu,
          "its modifiers are not supported with these types.");
     return form.Emit(EachLane<kPowersToBrains, uint32_t, uint16_t>, to, {Type::kB16});
   }
@@ -542,19 +612,22 @@ void DecodeFromNarrow(Form& form, const Flags& flags, Type to) {
   if (narrow == nullptr) form.Refuse();
   form.parts.Next();
   Need(form, flags.to_float == Round::kEven, "it needs .rn.");
-  Need(form, !flags.ftz && !flags.sat && !flags.satfinite, "its modifiers are not supported with these types.");
+  Need(form,
+       !flags.ftz && !flags.sat && !flags.satfinite,
+       "its modifiers are not supported with these types.");
   inst.mode[0] = static_cast<uint32_t>(narrow - kNarrows);
   inst.mode[1] = flags.relu;
   inst.mode[2] = static_cast<uint32_t>(to == Type::kF16x2 ? HalfType::kF16 : HalfType::kBf16);
-  EmitNarrow(form, EachLane<kNarrowToHalves, uint32_t, uint16_t>, to, {Type::kB16}, narrow->bits == 4);
+  EmitNarrow(
+      form, EachLane<kNarrowToHalves, uint32_t, uint16_t>, to, {Type::kB16}, narrow->bits == 4);
 }
 
 void DecodePowers(Form& form, const Flags& flags) {
-  Need(form, (flags.to_float == Round::kZero || flags.to_float == Round::kUp) && !flags.relu && !flags.ftz &&
-                 !flags.sat,
+  Need(form,
+       (flags.to_float == Round::kZero || flags.to_float == Round::kUp) && !flags.relu &&
+           !flags.ftz && !flags.sat,
        "it needs .rz or .rp and no other modifier but .satfinite.");
-  // Without .satfinite too large a number would be NaN: no finite float is.
-  Need(form, flags.satfinite, "it needs .satfinite.");
+  form.inst().mode[1] = flags.satfinite;
   form.inst().mode[0] = flags.to_float == Round::kUp;
   const Type from = form.TakeType({Type::kF32, Type::kBf16x2});
   if (from == Type::kF32) {
@@ -565,26 +638,51 @@ void DecodePowers(Form& form, const Flags& flags) {
 
 // All that is one number to one number of a fundamental type.
 void DecodeSingle(Form& form, const Flags& flags, Type to) {
-  const Type from = form.TakeType({Type::kU8, Type::kS8, Type::kU16, Type::kS16, Type::kU32, Type::kS32,
-                                   Type::kU64, Type::kS64, Type::kF16, Type::kBf16, Type::kF32, Type::kF64});
+  const Type from = form.TakeType({Type::kU8,
+                                   Type::kS8,
+                                   Type::kU16,
+                                   Type::kS16,
+                                   Type::kU32,
+                                   Type::kS32,
+                                   Type::kU64,
+                                   Type::kS64,
+                                   Type::kF16,
+                                   Type::kBf16,
+                                   Type::kF32,
+                                   Type::kF64});
   form.Finish();
   form.decoder.ExpectOperands(2, 2);
   Inst& inst = form.inst();
   const bool real_to = IsReal(to), real_from = IsReal(from);
   const bool is_half = to == Type::kF16 || to == Type::kBf16;
-  Need(form, (!flags.relu && !flags.satfinite) || (is_half && from == Type::kF32),
+  Need(form,
+       (!flags.relu && !flags.satfinite) || (is_half && from == Type::kF32),
        "its modifiers are not supported with these types.");
-  Need(form, !flags.ftz || to == Type::kF32 || from == Type::kF32, "\".ftz\" needs a type \".f32\".");
+  Need(form,
+       !flags.ftz || to == Type::kF32 || from == Type::kF32,
+       "\".ftz\" needs a type \".f32\".");
   Need(form, flags.to_float != Round::kAway, "\".rna\" needs a destination of type \".tf32\".");
+  Need(form,
+       !flags.sat || (to != Type::kBf16 && from != Type::kBf16),
+       "\".sat\" is not supported with bf16.");
   // Which rounding the types ask for (table "rounding modifiers" of cvt).
-  const bool narrows = real_to && (!real_from || FormatOf(to).precision < FormatOf(from).precision ||
-                                   FormatOf(to).most_exponent < FormatOf(from).most_exponent);
+  const bool narrows =
+      real_to && (!real_from || FormatOf(to).precision < FormatOf(from).precision ||
+                  FormatOf(to).most_exponent < FormatOf(from).most_exponent);
   if (real_from && !real_to) {
     Need(form, flags.to_integer != Round::kNone, "it needs .rni, .rzi, .rmi or .rpi.");
   } else if (real_to && real_from && to == from) {
     Need(form, flags.to_float == Round::kNone, "it rounds to an integer or not at all.");
+  } else if (real_to && real_from && narrows && is_half && from != Type::kF32 &&
+             from != Type::kF64) {
+    // Between f16 and bf16 to nearest even is understood.
+    Need(form, flags.to_integer == Round::kNone, "it cannot round to an integer.");
+  } else if (from == Type::kBf16 && real_to) {
+    // All bf16 fit; ptxas takes a rounding all the same.
+    Need(form, flags.to_integer == Round::kNone, "it cannot round to an integer.");
   } else if (narrows) {
-    Need(form, flags.to_float != Round::kNone && flags.to_integer == Round::kNone,
+    Need(form,
+         flags.to_float != Round::kNone && flags.to_integer == Round::kNone,
          "it needs .rn, .rz, .rm or .rp.");
   } else {
     Need(form, flags.to_integer == Round::kNone, "it cannot round to an integer.");
@@ -596,7 +694,8 @@ void DecodeSingle(Form& form, const Flags& flags, Type to) {
   inst.destination[0] = form.Destination(form.operand(0), to, true);
   inst.source[0] = form.Source(form.operand(1), from, true);
   const int to_bits = inst.destination[0].bits, from_bits = inst.source[0].bits;
-  Need(form, to_bits >= least_to && from_bits >= least_from && to_bits <= 64 && from_bits <= 64,
+  Need(form,
+       to_bits >= least_to && from_bits >= least_from && to_bits <= 64 && from_bits <= 64,
        "a register is narrower than its type.");
   const bool is_exact_size = to_bits == least_to && from_bits == least_from;
   if (!real_to && !real_from && !flags.sat) {
@@ -623,8 +722,10 @@ void DecodeSingle(Form& form, const Flags& flags, Type to) {
   if (to == Type::kF32 && is_plain) {
     if (from == Type::kF16) inst.execute = EachLane<kHalfToSingle, float, uint16_t>;
     if (from == Type::kBf16) inst.execute = Each<kBrainToSingle, uint32_t, uint32_t>;
-    if (from == Type::kS32 && flags.to_float == Round::kEven) inst.execute = Each<kToSingle, float, int32_t>;
-    if (from == Type::kU32 && flags.to_float == Round::kEven) inst.execute = Each<kToSingle, float, uint32_t>;
+    if (from == Type::kS32 && flags.to_float == Round::kEven)
+      inst.execute = Each<kToSingle, float, int32_t>;
+    if (from == Type::kU32 && flags.to_float == Round::kEven)
+      inst.execute = Each<kToSingle, float, uint32_t>;
     if (inst.execute != nullptr) return;
   }
   inst.execute = Convert;
@@ -636,13 +737,14 @@ void DecodeSingle(Form& form, const Flags& flags, Type to) {
                  (flags.to_integer != Round::kNone ? kToIntegral : 0u);
 }
 
-// cvt.pack.sat.u16.s32 d, a, b and cvt.pack.sat.u8.s32.b32 d, a, b, c: a above b (above the upper part of c).
-// mode[0] is the narrow type.
+// cvt.pack.sat.u16.s32 d, a, b and cvt.pack.sat.u8.s32.b32 d, a, b, c: a above b (above the upper
+// part of c). mode[0] is the narrow type.
 uint32_t PackSaturated(const Inst& inst, uint32_t a, uint32_t b) {
   const auto type = static_cast<Type>(inst.mode[0]);
   const uint32_t bits = static_cast<uint32_t>(BitsOf(type)), mask = (1u << bits) - 1;
   const auto narrow = [&](uint32_t x) {
-    return static_cast<uint32_t>(SaturateInteger(type, Type::kS32, ExtendInteger(Type::kS32, x))) & mask;
+    return static_cast<uint32_t>(SaturateInteger(type, Type::kS32, ExtendInteger(Type::kS32, x))) &
+           mask;
   };
   return narrow(a) << bits | narrow(b);
 }
@@ -658,11 +760,13 @@ void DecodePack(Form& form) {
   form.inst().mode[0] = static_cast<uint32_t>(to);
   if (form.Take("b32")) {
     Need(form, BitsOf(to) == 8, "only bytes are packed over a third operand.");
-    return form.Emit(EachLane<PackSaturatedOver, uint32_t, uint32_t, uint32_t, uint32_t>, Type::kB32,
+    return form.Emit(EachLane<PackSaturatedOver, uint32_t, uint32_t, uint32_t, uint32_t>,
+                     Type::kB32,
                      {Type::kS32, Type::kS32, Type::kB32});
   }
   Need(form, BitsOf(to) == 16, "bytes are packed over a third operand.");
-  form.Emit(EachLane<PackSaturated, uint32_t, uint32_t, uint32_t>, Type::kB32, {Type::kS32, Type::kS32});
+  form.Emit(
+      EachLane<PackSaturated, uint32_t, uint32_t, uint32_t>, Type::kB32, {Type::kS32, Type::kS32});
 }
 
 }  // namespace
@@ -682,12 +786,26 @@ bool DecodeConvert(Form& form, std::string_view opcode) {
     form.parts.Next();
     DecodeToNarrow(form, flags, *narrow);
   } else {
-    const Type to = form.TakeType({Type::kU8, Type::kS8, Type::kU16, Type::kS16, Type::kU32, Type::kS32,
-                                   Type::kU64, Type::kS64, Type::kF16, Type::kBf16, Type::kF32, Type::kF64,
-                                   Type::kF16x2, Type::kBf16x2});
-    if (to != Type::kF16x2 && to != Type::kBf16x2) DecodeSingle(form, flags, to);
-    else if (form.parts.Is("f32")) DecodeHalves(form, flags, to);
-    else DecodeFromNarrow(form, flags, to);
+    const Type to = form.TakeType({Type::kU8,
+                                   Type::kS8,
+                                   Type::kU16,
+                                   Type::kS16,
+                                   Type::kU32,
+                                   Type::kS32,
+                                   Type::kU64,
+                                   Type::kS64,
+                                   Type::kF16,
+                                   Type::kBf16,
+                                   Type::kF32,
+                                   Type::kF64,
+                                   Type::kF16x2,
+                                   Type::kBf16x2});
+    if (to != Type::kF16x2 && to != Type::kBf16x2)
+      DecodeSingle(form, flags, to);
+    else if (form.parts.Is("f32"))
+      DecodeHalves(form, flags, to);
+    else
+      DecodeFromNarrow(form, flags, to);
   }
   return true;
 }

@@ -1,5 +1,6 @@
-// Floating-point arithmetic: PTX ISA 9.7.3 (Floating Point), 9.7.4 (Half Precision) and 9.7.5 (Mixed
-// Precision). What a function gives is in numerics.h; here are the forms in which PTX asks for it.
+// Floating-point arithmetic: PTX ISA 9.7.3 (Floating Point), 9.7.4 (Half Precision) and 9.7.5
+// (Mixed Precision). What a function gives is in numerics.h; here are the forms in which PTX asks
+// for it.
 
 #include <cfenv>
 #include <cmath>
@@ -10,8 +11,8 @@
 namespace jax_fa4::emulator {
 namespace {
 
-// How an Inst holds the modifiers: mode[0] is the rounding, mode[1] .ftz, mode[2] .sat or .NaN, mode[3] .relu
-// or the flags of min and max.
+// How an Inst holds the modifiers: mode[0] is the rounding, mode[1] .ftz, mode[2] .sat or .NaN,
+// mode[3] .relu or the flags of min and max.
 enum MinMaxFlag : uint32_t { kAbsFlag = 1, kXorsignFlag = 2 };
 
 ArithmeticMode ArithmeticOf(const Inst& inst) {
@@ -21,11 +22,14 @@ HalfMode HalfModeOf(const Inst& inst) {
   return {inst.mode[1] != 0, inst.mode[2] != 0, inst.mode[3] != 0};
 }
 MinMaxMode MinMaxOf(const Inst& inst) {
-  return {inst.mode[1] != 0, inst.mode[2] != 0, (inst.mode[3] & kAbsFlag) != 0,
+  return {inst.mode[1] != 0,
+          inst.mode[2] != 0,
+          (inst.mode[3] & kAbsFlag) != 0,
           (inst.mode[3] & kXorsignFlag) != 0};
 }
 
-// ---- Lanes by the vector functions of numerics.h: kRows is 2 for f32x2, which is 64 floats side by side.
+// ---- Lanes by the vector functions of numerics.h: kRows is 2 for f32x2, which is 64 floats side
+// by side.
 
 template <auto F, int kRows, size_t... I>
 void VectorOf(Context& context, const Inst& inst, std::index_sequence<I...>) {
@@ -33,7 +37,8 @@ void VectorOf(Context& context, const Inst& inst, std::index_sequence<I...>) {
   const auto run = [&](uint32_t* to) {
     for (int row = 0; row < kRows; ++row) {
       F(reinterpret_cast<float*>(to + row * kRowWords),
-        reinterpret_cast<const float*>(context.Row(inst.source[I]) + row * kRowWords)..., ftz);
+        reinterpret_cast<const float*>(context.Row(inst.source[I]) + row * kRowWords)...,
+        ftz);
     }
   };
   uint32_t* to = context.MutableRow(inst.destination[0]);
@@ -89,28 +94,40 @@ using P = uint32_t;
 template <auto F>
 Execute ForHalf2(Type type) {
   switch (type) {
-    case Type::kF16: return EachLane<OneHalf<F, HalfType::kF16, H, H>, H, H, H>;
-    case Type::kBf16: return EachLane<OneHalf<F, HalfType::kBf16, H, H>, H, H, H>;
-    case Type::kF16x2: return EachLane<TwoHalves<F, HalfType::kF16, P, P>, P, P, P>;
-    default: return EachLane<TwoHalves<F, HalfType::kBf16, P, P>, P, P, P>;
+    case Type::kF16:
+      return EachLane<OneHalf<F, HalfType::kF16, H, H>, H, H, H>;
+    case Type::kBf16:
+      return EachLane<OneHalf<F, HalfType::kBf16, H, H>, H, H, H>;
+    case Type::kF16x2:
+      return EachLane<TwoHalves<F, HalfType::kF16, P, P>, P, P, P>;
+    default:
+      return EachLane<TwoHalves<F, HalfType::kBf16, P, P>, P, P, P>;
   }
 }
 template <auto F>
 Execute ForHalf3(Type type) {
   switch (type) {
-    case Type::kF16: return EachLane<OneHalf<F, HalfType::kF16, H, H, H>, H, H, H, H>;
-    case Type::kBf16: return EachLane<OneHalf<F, HalfType::kBf16, H, H, H>, H, H, H, H>;
-    case Type::kF16x2: return EachLane<TwoHalves<F, HalfType::kF16, P, P, P>, P, P, P, P>;
-    default: return EachLane<TwoHalves<F, HalfType::kBf16, P, P, P>, P, P, P, P>;
+    case Type::kF16:
+      return EachLane<OneHalf<F, HalfType::kF16, H, H, H>, H, H, H, H>;
+    case Type::kBf16:
+      return EachLane<OneHalf<F, HalfType::kBf16, H, H, H>, H, H, H, H>;
+    case Type::kF16x2:
+      return EachLane<TwoHalves<F, HalfType::kF16, P, P, P>, P, P, P, P>;
+    default:
+      return EachLane<TwoHalves<F, HalfType::kBf16, P, P, P>, P, P, P, P>;
   }
 }
 template <auto F>
 Execute ForHalfExtreme(Type type) {
   switch (type) {
-    case Type::kF16: return EachLane<OneHalfExtreme<F, HalfType::kF16, H, H>, H, H, H>;
-    case Type::kBf16: return EachLane<OneHalfExtreme<F, HalfType::kBf16, H, H>, H, H, H>;
-    case Type::kF16x2: return EachLane<TwoHalvesExtreme<F, HalfType::kF16, P, P>, P, P, P>;
-    default: return EachLane<TwoHalvesExtreme<F, HalfType::kBf16, P, P>, P, P, P>;
+    case Type::kF16:
+      return EachLane<OneHalfExtreme<F, HalfType::kF16, H, H>, H, H, H>;
+    case Type::kBf16:
+      return EachLane<OneHalfExtreme<F, HalfType::kBf16, H, H>, H, H, H>;
+    case Type::kF16x2:
+      return EachLane<TwoHalvesExtreme<F, HalfType::kF16, P, P>, P, P, P>;
+    default:
+      return EachLane<TwoHalvesExtreme<F, HalfType::kBf16, P, P>, P, P, P>;
   }
 }
 
@@ -124,10 +141,13 @@ bool IsF16(Type type) { return type == Type::kF16 || type == Type::kF16x2; }
 template <typename T, typename F, typename... A>
 T Rounded(Rounding rounding, F function, A... a) {
   static constexpr int kModes[] = {FE_TONEAREST, FE_TOWARDZERO, FE_DOWNWARD, FE_UPWARD};
-  // The compiler knows nothing of rounding modes: volatile keeps the operation between the two calls.
+  // The compiler knows nothing of rounding modes: volatile keeps the operation between the two
+  // calls.
   const int saved = std::fegetround();
   std::fesetround(kModes[static_cast<int>(rounding)]);
-  const volatile T result = [&](volatile A... operands) { return function(static_cast<A>(operands)...); }(a...);
+  const volatile T result = [&](volatile A... operands) {
+    return function(static_cast<A>(operands)...);
+  }(a...);
   std::fesetround(saved);
   return result;
 }
@@ -154,9 +174,15 @@ float RoundedFloat(const Inst& inst, A... a) {
 
 // ---- add, sub, mul, fma
 
-constexpr auto kAddFloat = [](const Inst& inst, float a, float b) { return Add(a, b, ArithmeticOf(inst)); };
-constexpr auto kSubFloat = [](const Inst& inst, float a, float b) { return Sub(a, b, ArithmeticOf(inst)); };
-constexpr auto kMulFloat = [](const Inst& inst, float a, float b) { return Mul(a, b, ArithmeticOf(inst)); };
+constexpr auto kAddFloat = [](const Inst& inst, float a, float b) {
+  return Add(a, b, ArithmeticOf(inst));
+};
+constexpr auto kSubFloat = [](const Inst& inst, float a, float b) {
+  return Sub(a, b, ArithmeticOf(inst));
+};
+constexpr auto kMulFloat = [](const Inst& inst, float a, float b) {
+  return Mul(a, b, ArithmeticOf(inst));
+};
 constexpr auto kFmaFloat = [](const Inst& inst, float a, float b, float c) {
   return Fma(a, b, c, ArithmeticOf(inst));
 };
@@ -193,7 +219,8 @@ float MixedFma(const Inst& inst, uint16_t a, uint16_t b, float c) {
 
 // The same to nearest without .sat, of bf16, as vector code.
 constexpr auto kMixedFmaNearest = [](uint32_t a, uint32_t b, float c) {
-  const float result = __builtin_fmaf(std::bit_cast<float>(a << 16), std::bit_cast<float>(b << 16), c);
+  const float result =
+      __builtin_fmaf(std::bit_cast<float>(a << 16), std::bit_cast<float>(b << 16), c);
   const uint32_t bits = std::bit_cast<uint32_t>(result);
   return (bits & 0x7fffffff) > 0x7f800000 ? kCanonicalNanBits : bits;
 };
@@ -213,12 +240,13 @@ Modifiers TakeModifiers(Form& form, bool may_relu) {
   m.ftz = form.Take("ftz");
   m.sat = form.Take("sat");
   m.relu = may_relu && form.Take("relu");
-  m.type = form.TakeType({Type::kF32, Type::kF32x2, Type::kF64, Type::kF16, Type::kF16x2, Type::kBf16,
-                          Type::kBf16x2});
+  m.type = form.TakeType(
+      {Type::kF32, Type::kF32x2, Type::kF64, Type::kF16, Type::kF16x2, Type::kBf16, Type::kBf16x2});
   const auto refuse = [&](const char* what) {
     form.decoder.Fail(std::string("\".") + what + "\" is not supported with this type.");
   };
-  if (m.ftz && (m.type == Type::kF64 || m.type == Type::kBf16 || m.type == Type::kBf16x2)) refuse("ftz");
+  if (m.ftz && (m.type == Type::kF64 || m.type == Type::kBf16 || m.type == Type::kBf16x2))
+    refuse("ftz");
   if (m.sat && m.type != Type::kF32 && !IsF16(m.type)) refuse("sat");
   if (m.relu && !IsHalf(m.type)) refuse("relu");
   if (IsHalf(m.type) && m.rounding != Rounding::kNearestEven) refuse("rz, .rm or .rp");
@@ -245,10 +273,12 @@ void DecodeBinary(Form& form, bool may_mix) {
         mixed == Type::kF16
             ? EachLane<MixedBinary<Operation::kFloat, HalfType::kF16>, float, uint16_t, float>
             : EachLane<MixedBinary<Operation::kFloat, HalfType::kBf16>, float, uint16_t, float>,
-        m.type, {mixed, Type::kF32});
+        m.type,
+        {mixed, Type::kF32});
   }
   Execute execute = nullptr;
-  const bool is_add_down = std::is_same_v<Operation, Add2> && m.rounding == Rounding::kDown && !m.sat;
+  const bool is_add_down =
+      std::is_same_v<Operation, Add2> && m.rounding == Rounding::kDown && !m.sat;
   switch (m.type) {
     case Type::kF32:
       execute = m.IsPlain()   ? Vector<Operation::kVector, 1, 2>
@@ -258,15 +288,19 @@ void DecodeBinary(Form& form, bool may_mix) {
     case Type::kF32x2:
       execute = m.IsPlain()   ? Vector<Operation::kVector, 2, 2>
                 : is_add_down ? Vector<&AddDown32, 2, 2>
-                              : EachLane<BothFloats<Operation::kFloat, uint64_t, uint64_t>, uint64_t,
-                                         uint64_t, uint64_t>;
+                              : EachLane<BothFloats<Operation::kFloat, uint64_t, uint64_t>,
+                                         uint64_t,
+                                         uint64_t,
+                                         uint64_t>;
       break;
     case Type::kF64:
-      execute = m.IsPlain() ? Each<Operation::kHost, double, double, double>
-                            : EachLane<RoundedDouble<Operation::kHost, double, double>, double, double,
-                                       double>;
+      execute =
+          m.IsPlain()
+              ? Each<Operation::kHost, double, double, double>
+              : EachLane<RoundedDouble<Operation::kHost, double, double>, double, double, double>;
       break;
-    default: execute = ForHalf2<Operation::kHalf>(m.type);
+    default:
+      execute = ForHalf2<Operation::kHalf>(m.type);
   }
   form.Emit(execute, m.type, {m.type, m.type});
 }
@@ -274,41 +308,53 @@ void DecodeBinary(Form& form, bool may_mix) {
 }  // namespace
 
 void DecodeFloatAdd(Form& form, std::string_view opcode) {
-  if (opcode == "add") DecodeBinary<Add2>(form, true);
-  else if (opcode == "sub") DecodeBinary<Sub2>(form, true);
-  else DecodeBinary<Mul2>(form, false);
+  if (opcode == "add")
+    DecodeBinary<Add2>(form, true);
+  else if (opcode == "sub")
+    DecodeBinary<Sub2>(form, true);
+  else
+    DecodeBinary<Mul2>(form, false);
 }
 
 void DecodeFloatFma(Form& form, bool is_mad) {
   const Modifiers m = TakeModifiers(form, !is_mad);
   // From sm_20 on, mad of floats is fma; without a rounding it was another operation.
   if (!m.is_rounded) form.decoder.Fail("it needs a rounding.");
-  if (is_mad && m.type != Type::kF32 && m.type != Type::kF64) form.decoder.Fail("its type is not supported.");
+  if (is_mad && m.type != Type::kF32 && m.type != Type::kF64)
+    form.decoder.Fail("its type is not supported.");
   const Type mixed = is_mad ? Type::kNone : TakeMixed(form, m);
   if (mixed != Type::kNone) {
-    return form.Emit(mixed == Type::kF16
-                         ? EachLane<MixedFma<HalfType::kF16>, float, uint16_t, uint16_t, float>
-                     : m.IsPlain()
-                         ? Each<kMixedFmaNearest, uint32_t, uint32_t, uint32_t, float>
-                         : EachLane<MixedFma<HalfType::kBf16>, float, uint16_t, uint16_t, float>,
-                     m.type, {mixed, mixed, Type::kF32});
+    return form.Emit(
+        mixed == Type::kF16 ? EachLane<MixedFma<HalfType::kF16>, float, uint16_t, uint16_t, float>
+        : m.IsPlain()       ? Each<kMixedFmaNearest, uint32_t, uint32_t, uint32_t, float>
+                            : EachLane<MixedFma<HalfType::kBf16>, float, uint16_t, uint16_t, float>,
+        m.type,
+        {mixed, mixed, Type::kF32});
   }
   Execute execute = nullptr;
   switch (m.type) {
     case Type::kF32:
-      execute = m.IsPlain() ? Vector<&Fma32, 1, 3> : EachLane<kFmaFloat, float, float, float, float>;
+      execute =
+          m.IsPlain() ? Vector<&Fma32, 1, 3> : EachLane<kFmaFloat, float, float, float, float>;
       break;
     case Type::kF32x2:
       execute = m.IsPlain() ? Vector<&Fma32, 2, 3>
-                            : EachLane<BothFloats<kFmaFloat, uint64_t, uint64_t, uint64_t>, uint64_t,
-                                       uint64_t, uint64_t, uint64_t>;
+                            : EachLane<BothFloats<kFmaFloat, uint64_t, uint64_t, uint64_t>,
+                                       uint64_t,
+                                       uint64_t,
+                                       uint64_t,
+                                       uint64_t>;
       break;
     case Type::kF64:
       execute = m.IsPlain() ? Each<kFused, double, double, double, double>
-                            : EachLane<RoundedDouble<kFused, double, double, double>, double, double,
-                                       double, double>;
+                            : EachLane<RoundedDouble<kFused, double, double, double>,
+                                       double,
+                                       double,
+                                       double,
+                                       double>;
       break;
-    default: execute = ForHalf3<&HalfFma>(m.type);
+    default:
+      execute = ForHalf3<&HalfFma>(m.type);
   }
   form.Emit(execute, m.type, {m.type, m.type, m.type});
 }
@@ -320,7 +366,9 @@ namespace {
 constexpr auto kDivApprox = [](const Inst& inst, float a, float b) {
   return DivApprox(a, b, inst.mode[1] != 0);
 };
-constexpr auto kDivFull = [](const Inst& inst, float a, float b) { return DivFull(a, b, inst.mode[1] != 0); };
+constexpr auto kDivFull = [](const Inst& inst, float a, float b) {
+  return DivFull(a, b, inst.mode[1] != 0);
+};
 constexpr auto kDivNearest = [](const Inst& inst, float a, float b) {
   return DivRn(a, b, inst.mode[1] != 0);
 };
@@ -343,11 +391,11 @@ void DecodeFloatDivide(Form& form) {
                   ? Each<kOver, double, double, double>
                   : EachLane<RoundedDouble<kOver, double, double>, double, double, double>;
   } else {
-    execute = approximates                        ? EachLane<kDivApprox, float, float, float>
-              : is_full                           ? EachLane<kDivFull, float, float, float>
-              : rounding == Rounding::kNearestEven ? EachLane<kDivNearest, float, float, float>
-                                                   : EachLane<RoundedFloat<kOver, float, float>, float,
-                                                              float, float>;
+    execute = approximates ? EachLane<kDivApprox, float, float, float>
+              : is_full    ? EachLane<kDivFull, float, float, float>
+              : rounding == Rounding::kNearestEven
+                  ? EachLane<kDivNearest, float, float, float>
+                  : EachLane<RoundedFloat<kOver, float, float>, float, float, float>;
   }
   form.Emit(execute, type, {type, type});
 }
@@ -357,13 +405,13 @@ void DecodeFloatDivide(Form& form) {
 namespace {
 
 template <uint64_t kAnd, uint64_t kXor>
-constexpr auto kBits = [](auto a) { return (a & static_cast<decltype(a)>(kAnd)) ^ static_cast<decltype(a)>(kXor); };
+constexpr auto kBits =
+    [](auto a) { return (a & static_cast<decltype(a)>(kAnd)) ^ static_cast<decltype(a)>(kXor); };
 
 // `.ftz` applies to every half of 16 bits, or to one of 32.
 template <auto F>
-constexpr auto kFlushed = [](uint32_t a) {
-  return F(std::bit_cast<uint32_t>(FlushSubnormal(std::bit_cast<float>(a))));
-};
+constexpr auto kFlushed =
+    [](uint32_t a) { return F(std::bit_cast<uint32_t>(FlushSubnormal(std::bit_cast<float>(a)))); };
 template <auto F>
 constexpr auto kFlushedHalves = [](uint32_t a) {
   const uint32_t low = (a & 0x7c00) == 0 ? a & 0x8000 : a & 0xffff;
@@ -380,8 +428,12 @@ double ExtremeDouble(const Inst&, double a, double b) {
   return (a < b) == kMax ? b : a;
 }
 
-constexpr auto kMaxFloat = [](const Inst& inst, float a, float b) { return Max(a, b, MinMaxOf(inst)); };
-constexpr auto kMinFloat = [](const Inst& inst, float a, float b) { return Min(a, b, MinMaxOf(inst)); };
+constexpr auto kMaxFloat = [](const Inst& inst, float a, float b) {
+  return Max(a, b, MinMaxOf(inst));
+};
+constexpr auto kMinFloat = [](const Inst& inst, float a, float b) {
+  return Min(a, b, MinMaxOf(inst));
+};
 constexpr auto kMax3Float = [](const Inst& inst, float a, float b, float c) {
   return Max3(a, b, c, MinMaxOf(inst));
 };
@@ -393,9 +445,10 @@ constexpr auto kMin3Float = [](const Inst& inst, float a, float b, float c) {
 
 void DecodeFloatSign(Form& form, std::string_view opcode) {
   const bool ftz = form.Take("ftz");
-  const Type type = ftz ? form.TakeType({Type::kF32, Type::kF16, Type::kF16x2})
-                        : form.TakeType({Type::kF32, Type::kF64, Type::kF16, Type::kF16x2, Type::kBf16,
-                                         Type::kBf16x2});
+  const Type type =
+      ftz ? form.TakeType({Type::kF32, Type::kF16, Type::kF16x2})
+          : form.TakeType(
+                {Type::kF32, Type::kF64, Type::kF16, Type::kF16x2, Type::kBf16, Type::kBf16x2});
   const bool is_abs = opcode == "abs";
   constexpr uint64_t kSign32 = 0x80000000, kSign16 = 0x8000, kSigns = 0x80008000;
   constexpr uint64_t kSign64 = uint64_t{1} << 63;
@@ -436,24 +489,27 @@ void DecodeFloatMinMax(Form& form, bool is_max) {
     form.Need("abs");
     xorsign = true;
   }
-  const Type type = form.TakeType({Type::kF32, Type::kF64, Type::kF16, Type::kF16x2, Type::kBf16,
-                                   Type::kBf16x2});
+  const Type type =
+      form.TakeType({Type::kF32, Type::kF64, Type::kF16, Type::kF16x2, Type::kBf16, Type::kBf16x2});
   Inst& inst = form.inst();
   inst.mode[1] = ftz;
   inst.mode[2] = nan;
   inst.mode[3] = (abs ? uint32_t{kAbsFlag} : 0) | (xorsign ? uint32_t{kXorsignFlag} : 0);
-  if (ftz && type != Type::kF32 && !IsF16(type)) form.decoder.Fail("\".ftz\" is not supported with this type.");
+  if (ftz && type != Type::kF32 && !IsF16(type))
+    form.decoder.Fail("\".ftz\" is not supported with this type.");
   if (type == Type::kF64) {
     if (nan || abs || xorsign) form.decoder.Fail("its modifiers are not supported with this type.");
     return form.Emit(is_max ? EachLane<ExtremeDouble<true>, double, double, double>
                             : EachLane<ExtremeDouble<false>, double, double, double>,
-                     type, {type, type});
+                     type,
+                     {type, type});
   }
   const bool is_three = form.decoder.operand_count() == 4;
   if (is_three && (type != Type::kF32 || xorsign)) form.decoder.Fail("it takes two operands.");
   if (!is_three && abs) form.decoder.Fail("\".abs\" needs three operands.");
   if (type != Type::kF32) {
-    return form.Emit(is_max ? ForHalfExtreme<&HalfMax>(type) : ForHalfExtreme<&HalfMin>(type), type,
+    return form.Emit(is_max ? ForHalfExtreme<&HalfMax>(type) : ForHalfExtreme<&HalfMin>(type),
+                     type,
                      {type, type});
   }
   const bool is_plain = !nan && !abs && !xorsign;
@@ -461,11 +517,13 @@ void DecodeFloatMinMax(Form& form, bool is_max) {
     return form.Emit(is_max ? (is_plain ? Vector<&Max3x32, 1, 3>
                                         : EachLane<kMax3Float, float, float, float, float>)
                             : EachLane<kMin3Float, float, float, float, float>,
-                     type, {type, type, type});
+                     type,
+                     {type, type, type});
   }
   form.Emit(is_max ? (is_plain ? Vector<&Max32, 1, 2> : EachLane<kMaxFloat, float, float, float>)
                    : (is_plain ? Vector<&Min32, 1, 2> : EachLane<kMinFloat, float, float, float>),
-            type, {type, type});
+            type,
+            {type, type});
 }
 
 // ---- Functions of one operand
@@ -480,26 +538,28 @@ constexpr auto kTanh = [](const Inst&, float x) { return TanhApprox(x); };
 constexpr auto kEx2Vector = [](float* to, const float* from, bool) { Ex2Approx32(to, from); };
 
 template <HalfType kType>
-uint16_t Ex2Half(const Inst& inst, uint16_t x) { return HalfEx2Approx(kType, x, inst.mode[1] != 0); }
+uint16_t Ex2Half(const Inst& inst, uint16_t x) {
+  return HalfEx2Approx(kType, x, inst.mode[1] != 0);
+}
 template <HalfType kType>
 uint32_t Ex2Halves(const Inst& inst, uint32_t x) {
   return PerHalf([&](uint16_t half) { return Ex2Half<kType>(inst, half); }, x);
 }
 template <HalfType kType>
-uint16_t TanhHalf(const Inst&, uint16_t x) { return HalfTanhApprox(kType, x); }
+uint16_t TanhHalf(const Inst&, uint16_t x) {
+  return HalfTanhApprox(kType, x);
+}
 template <HalfType kType>
 uint32_t TanhHalves(const Inst&, uint32_t x) {
   return PerHalf([](uint16_t half) { return HalfTanhApprox(kType, half); }, x);
 }
 
-// The approximations in f64 (9.7.3.14, 9.7.3.18) work on the upper word of their operand, and give an upper
-// word.
+// The approximations in f64 (9.7.3.14, 9.7.3.18) work on the upper word of their operand, and give
+// an upper word.
 double UpperWord(double x) {
   return std::bit_cast<double>(std::bit_cast<uint64_t>(x) & 0xffffffff00000000);
 }
-double FlushDouble(double x) {
-  return std::fabs(x) < 0x1p-1022 ? std::copysign(0.0, x) : x;
-}
+double FlushDouble(double x) { return std::fabs(x) < 0x1p-1022 ? std::copysign(0.0, x) : x; }
 double RcpDoubleApprox(const Inst&, double x) {
   return UpperWord(FlushDouble(1 / UpperWord(FlushDouble(x))));
 }
@@ -519,7 +579,8 @@ void DecodeRoot(Form& form, std::string_view opcode) {
   form.inst().mode[1] = ftz;
   Execute execute = nullptr;
   if (type == Type::kF64) {
-    if (approximates != ftz || (approximates && is_sqrt)) form.decoder.Fail("its modifiers are not supported.");
+    if (approximates != ftz || (approximates && is_sqrt))
+      form.decoder.Fail("its modifiers are not supported.");
     execute = approximates ? EachLane<RcpDoubleApprox, double, double>
               : is_sqrt    ? EachLane<RoundedDouble<kRoot, double>, double, double>
                            : EachLane<RoundedDouble<kReciprocal, double>, double, double>;
@@ -543,16 +604,19 @@ void DecodeRsqrt(Form& form) {
   form.inst().mode[1] = ftz;
   form.Emit(type == Type::kF32 ? EachLane<kFunction<&RsqrtApprox>, float, float>
                                : EachLane<RsqrtDoubleApprox, double, double>,
-            type, {type});
+            type,
+            {type});
 }
 
 void DecodeEx2(Form& form) {
   form.Need("approx");
   const bool ftz = form.Take("ftz");
-  const Type type = form.TakeType({Type::kF32, Type::kF16, Type::kF16x2, Type::kBf16, Type::kBf16x2});
+  const Type type =
+      form.TakeType({Type::kF32, Type::kF16, Type::kF16x2, Type::kBf16, Type::kBf16x2});
   const bool is_bf16 = type == Type::kBf16 || type == Type::kBf16x2;
   if (is_bf16 != ftz && type != Type::kF32) {
-    form.decoder.Fail(ftz ? "\".ftz\" is not supported with this type." : "this type needs \".ftz\".");
+    form.decoder.Fail(ftz ? "\".ftz\" is not supported with this type."
+                          : "this type needs \".ftz\".");
   }
   form.inst().mode[1] = ftz;
   Execute execute = nullptr;
@@ -560,24 +624,41 @@ void DecodeEx2(Form& form) {
     case Type::kF32:
       execute = ftz ? Vector<kEx2Vector, 1, 1> : EachLane<kFunction<&Ex2Approx>, float, float>;
       break;
-    case Type::kF16: execute = EachLane<Ex2Half<HalfType::kF16>, H, H>; break;
-    case Type::kBf16: execute = EachLane<Ex2Half<HalfType::kBf16>, H, H>; break;
-    case Type::kF16x2: execute = EachLane<Ex2Halves<HalfType::kF16>, P, P>; break;
-    default: execute = EachLane<Ex2Halves<HalfType::kBf16>, P, P>;
+    case Type::kF16:
+      execute = EachLane<Ex2Half<HalfType::kF16>, H, H>;
+      break;
+    case Type::kBf16:
+      execute = EachLane<Ex2Half<HalfType::kBf16>, H, H>;
+      break;
+    case Type::kF16x2:
+      execute = EachLane<Ex2Halves<HalfType::kF16>, P, P>;
+      break;
+    default:
+      execute = EachLane<Ex2Halves<HalfType::kBf16>, P, P>;
   }
   form.Emit(execute, type, {type});
 }
 
 void DecodeTanh(Form& form) {
   form.Need("approx");
-  const Type type = form.TakeType({Type::kF32, Type::kF16, Type::kF16x2, Type::kBf16, Type::kBf16x2});
+  const Type type =
+      form.TakeType({Type::kF32, Type::kF16, Type::kF16x2, Type::kBf16, Type::kBf16x2});
   Execute execute = nullptr;
   switch (type) {
-    case Type::kF32: execute = EachLane<kTanh, float, float>; break;
-    case Type::kF16: execute = EachLane<TanhHalf<HalfType::kF16>, H, H>; break;
-    case Type::kBf16: execute = EachLane<TanhHalf<HalfType::kBf16>, H, H>; break;
-    case Type::kF16x2: execute = EachLane<TanhHalves<HalfType::kF16>, P, P>; break;
-    default: execute = EachLane<TanhHalves<HalfType::kBf16>, P, P>;
+    case Type::kF32:
+      execute = EachLane<kTanh, float, float>;
+      break;
+    case Type::kF16:
+      execute = EachLane<TanhHalf<HalfType::kF16>, H, H>;
+      break;
+    case Type::kBf16:
+      execute = EachLane<TanhHalf<HalfType::kBf16>, H, H>;
+      break;
+    case Type::kF16x2:
+      execute = EachLane<TanhHalves<HalfType::kF16>, P, P>;
+      break;
+    default:
+      execute = EachLane<TanhHalves<HalfType::kBf16>, P, P>;
   }
   form.Emit(execute, type, {type});
 }
@@ -592,7 +673,9 @@ void DecodeApproximation(Form& form) {
 
 // ---- copysign and testp (9.7.3.1, 9.7.3.2)
 
-constexpr auto kCopySign32 = [](uint32_t a, uint32_t b) { return (a & 0x80000000) | (b & 0x7fffffff); };
+constexpr auto kCopySign32 = [](uint32_t a, uint32_t b) {
+  return (a & 0x80000000) | (b & 0x7fffffff);
+};
 constexpr auto kCopySign64 = [](uint64_t a, uint64_t b) {
   constexpr uint64_t kSign = uint64_t{1} << 63;
   return (a & kSign) | (b & ~kSign);
@@ -608,12 +691,24 @@ Outcome TestProperty(Context& context, const Inst& inst) {
     const T x = Unpack<T>(from[lane]);
     bool holds = false;
     switch (static_cast<Property>(inst.mode[0])) {
-      case Property::kFinite: holds = std::isfinite(x); break;
-      case Property::kInfinite: holds = std::isinf(x); break;
-      case Property::kNumber: holds = !std::isnan(x); break;
-      case Property::kNotANumber: holds = std::isnan(x); break;
-      case Property::kNormal: holds = std::isnormal(x); break;
-      case Property::kSubnormal: holds = std::fpclassify(x) == FP_SUBNORMAL; break;
+      case Property::kFinite:
+        holds = std::isfinite(x);
+        break;
+      case Property::kInfinite:
+        holds = std::isinf(x);
+        break;
+      case Property::kNumber:
+        holds = !std::isnan(x);
+        break;
+      case Property::kNotANumber:
+        holds = std::isnan(x);
+        break;
+      case Property::kNormal:
+        holds = std::isnormal(x);
+        break;
+      case Property::kSubnormal:
+        holds = std::fpclassify(x) == FP_SUBNORMAL;
+        break;
     }
     lanes |= uint32_t{holds} << lane;
   }
@@ -622,8 +717,8 @@ Outcome TestProperty(Context& context, const Inst& inst) {
 }
 
 void DecodeTestProperty(Form& form) {
-  static constexpr std::string_view kNames[] = {"finite",      "infinite", "number",
-                                                "notanumber", "normal",   "subnormal"};
+  static constexpr std::string_view kNames[] = {
+      "finite", "infinite", "number", "notanumber", "normal", "subnormal"};
   uint32_t property = 0;
   while (property < std::size(kNames) && !form.Take(kNames[property])) ++property;
   if (property == std::size(kNames)) form.Refuse();
@@ -660,7 +755,8 @@ bool DecodeFloat(Form& form, std::string_view opcode) {
     const Type type = form.TakeType({Type::kF32, Type::kF64});
     form.Emit(type == Type::kF32 ? Each<kCopySign32, uint32_t, uint32_t, uint32_t>
                                  : Each<kCopySign64, uint64_t, uint64_t, uint64_t>,
-              type, {type, type});
+              type,
+              {type, type});
   } else if (opcode == "testp") {
     DecodeTestProperty(form);
   } else {

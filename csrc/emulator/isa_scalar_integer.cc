@@ -1,6 +1,7 @@
-// Integer arithmetic, logic and shifts: PTX ISA 9.7.1 (Integer Arithmetic), 9.7.2 (Extended-Precision Integer
-// Arithmetic) and 9.7.8 (Logic and Shift). Where the ISA leaves a result open (division by zero, a base of
-// fns beyond the mask) it is what the hardware's code gives, or all ones.
+// Integer arithmetic, logic and shifts: PTX ISA 9.7.1 (Integer Arithmetic), 9.7.2
+// (Extended-Precision Integer Arithmetic) and 9.7.8 (Logic and Shift). Where the ISA leaves a
+// result open (division by zero, a base of fns beyond the mask) it is what the hardware's code
+// gives, or all ones.
 
 #include <algorithm>
 #include <bit>
@@ -11,8 +12,8 @@
 namespace jax_fa4::emulator {
 namespace {
 
-// An unsigned type in which arithmetic on T wraps around: narrow ones would be promoted to int, which does
-// not.
+// An unsigned type in which arithmetic on T wraps around: narrow ones would be promoted to int,
+// which does not.
 template <typename T>
 using Wrap = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
 template <typename T>
@@ -21,8 +22,10 @@ Wrap<T> W(T value) {
 }
 template <typename T>
 using Wide = std::conditional_t<
-    sizeof(T) == 8, std::conditional_t<std::is_signed_v<T>, __int128, unsigned __int128>,
-    std::conditional_t<sizeof(T) == 4, std::conditional_t<std::is_signed_v<T>, int64_t, uint64_t>,
+    sizeof(T) == 8,
+    std::conditional_t<std::is_signed_v<T>, __int128, unsigned __int128>,
+    std::conditional_t<sizeof(T) == 4,
+                       std::conditional_t<std::is_signed_v<T>, int64_t, uint64_t>,
                        std::conditional_t<std::is_signed_v<T>, int32_t, uint32_t>>>;
 
 template <typename T>
@@ -47,7 +50,9 @@ constexpr auto kMadHiSaturated = [](int32_t a, int32_t b, int32_t c) {
   return Clamp<int32_t>(int64_t{kMulHi(a, b)} + c);
 };
 constexpr auto kMadWide = [](auto a, auto b, auto c) { return W(c) + W(Wide<decltype(a)>{a} * b); };
-constexpr auto kSad = [](auto a, auto b, auto c) { return W(c) + (a < b ? W(b) - W(a) : W(a) - W(b)); };
+constexpr auto kSad = [](auto a, auto b, auto c) {
+  return W(c) + (a < b ? W(b) - W(a) : W(a) - W(b));
+};
 constexpr auto kMin = [](auto a, auto b) { return a < b ? a : b; };
 constexpr auto kMax = [](auto a, auto b) { return a > b ? a : b; };
 constexpr auto kAbs = [](auto a) { return a < 0 ? 0 - W(a) : W(a); };
@@ -151,10 +156,12 @@ constexpr auto kMadHiCarry = [](auto* x, bool* carry) {
 
 template <auto F, int kOperands>
 void EmitCarry(Form& form, Type type, bool reads, bool writes) {
-  const Execute execute =
-      ForInteger(type, [](auto zero) -> Execute { return WithCarry<F, decltype(zero), kOperands>; });
-  if constexpr (kOperands == 2) form.Emit(execute, type, {type, type});
-  else form.Emit(execute, type, {type, type, type});
+  const Execute execute = ForInteger(
+      type, [](auto zero) -> Execute { return WithCarry<F, decltype(zero), kOperands>; });
+  if constexpr (kOperands == 2)
+    form.Emit(execute, type, {type, type});
+  else
+    form.Emit(execute, type, {type, type, type});
   if (reads) form.inst().source[3] = form.decoder.CarrySource();
   if (writes) form.inst().destination[1] = form.decoder.CarryDestination();
 }
@@ -165,7 +172,8 @@ template <typename T>
 std::make_unsigned_t<T> FieldMask(uint32_t length) {
   using U = std::make_unsigned_t<T>;
   constexpr uint32_t kBits = 8 * sizeof(T);
-  return length >= kBits ? static_cast<U>(-1) : static_cast<U>((U{1} << (length & (kBits - 1))) - 1);
+  return length >= kBits ? static_cast<U>(-1)
+                         : static_cast<U>((U{1} << (length & (kBits - 1))) - 1);
 }
 
 constexpr auto kExtract = [](auto a, uint32_t position, uint32_t length) {
@@ -219,13 +227,16 @@ uint32_t SignOrZeroExtend(uint32_t a, uint32_t b) {
 
 constexpr auto kReverse = [](auto a) {
   using T = decltype(a);
-  constexpr T kPairs = static_cast<T>(0x5555555555555555), kFours = static_cast<T>(0x3333333333333333);
+  constexpr T kPairs = static_cast<T>(0x5555555555555555),
+              kFours = static_cast<T>(0x3333333333333333);
   constexpr T kBytes = static_cast<T>(0x0f0f0f0f0f0f0f0f);
   a = (a >> 1 & kPairs) | (a & kPairs) << 1;
   a = (a >> 2 & kFours) | (a & kFours) << 2;
   a = (a >> 4 & kBytes) | (a & kBytes) << 4;
-  if constexpr (sizeof(T) == 8) return __builtin_bswap64(a);
-  else return __builtin_bswap32(a);
+  if constexpr (sizeof(T) == 8)
+    return __builtin_bswap64(a);
+  else
+    return __builtin_bswap32(a);
 };
 
 // The highest bit that differs from the sign; -1 where there is none.
@@ -276,7 +287,8 @@ uint32_t Dot2(uint32_t a, uint32_t b, uint32_t c) {
 void DecodeDot(Form& form, bool is_four) {
   const bool is_high = !is_four && form.Take("hi");
   if (!is_four && !is_high) form.Need("lo");
-  const Type a = form.TakeType({Type::kU32, Type::kS32}), b = form.TakeType({Type::kU32, Type::kS32});
+  const Type a = form.TakeType({Type::kU32, Type::kS32}),
+             b = form.TakeType({Type::kU32, Type::kS32});
   const auto pick = [&](auto sa, auto sb) -> Execute {
     constexpr bool kA = decltype(sa)::value, kB = decltype(sb)::value;
     if (is_four) return Each<Dot4<kA, kB>, uint32_t, uint32_t, uint32_t, uint32_t>;
@@ -284,15 +296,18 @@ void DecodeDot(Form& form, bool is_four) {
                    : Each<Dot2<kA, kB, 0>, uint32_t, uint32_t, uint32_t, uint32_t>;
   };
   const bool sa = IsSigned(a), sb = IsSigned(b);
-  form.Emit(sa ? (sb ? pick(std::true_type(), std::true_type()) : pick(std::true_type(), std::false_type()))
+  form.Emit(sa ? (sb ? pick(std::true_type(), std::true_type())
+                     : pick(std::true_type(), std::false_type()))
                : (sb ? pick(std::false_type(), std::true_type())
                      : pick(std::false_type(), std::false_type())),
-            Type::kU32, {a, b, Type::kB32});
+            Type::kU32,
+            {a, b, Type::kB32});
 }
 
 // ---- lop3 (9.7.8.6)
 
-// Bit 4a + 2b + c of the table is the function's value. mode[k] is all ones where bit k of it is set.
+// Bit 4a + 2b + c of the table is the function's value. mode[k] is all ones where bit k of it is
+// set.
 void LogicLanes(Context& context, const Inst& inst, uint32_t* to) {
   const uint32_t* a = context.Row(inst.source[0]);
   const uint32_t* b = context.Row(inst.source[1]);
@@ -383,8 +398,8 @@ void DecodeFunnel(Form& form) {
 
 // ---- Decoding
 
-constexpr std::initializer_list<Type> kIntegers = {Type::kU16, Type::kS16, Type::kU32,
-                                                   Type::kS32, Type::kU64, Type::kS64};
+constexpr std::initializer_list<Type> kIntegers = {
+    Type::kU16, Type::kS16, Type::kU32, Type::kS32, Type::kU64, Type::kS64};
 
 bool IsFloatOpcode(const Form& form) {
   // The floating-point type is somewhere behind modifiers of its own.
@@ -392,8 +407,13 @@ bool IsFloatOpcode(const Form& form) {
   while (!parts.done()) {
     const Type type = TypeOf(parts.Next());
     switch (type) {
-      case Type::kF16: case Type::kBf16: case Type::kF32: case Type::kF64:
-      case Type::kF16x2: case Type::kBf16x2: case Type::kF32x2:
+      case Type::kF16:
+      case Type::kBf16:
+      case Type::kF32:
+      case Type::kF64:
+      case Type::kF16x2:
+      case Type::kBf16x2:
+      case Type::kF32x2:
         return true;
       case Type::kNone:
         break;
@@ -408,13 +428,19 @@ template <auto F, int kOperands>
 void EmitSame(Form& form, Type type) {
   const Execute execute = ForInteger(type, [](auto zero) -> Execute {
     using T = decltype(zero);
-    if constexpr (kOperands == 1) return Each<F, T, T>;
-    else if constexpr (kOperands == 2) return Each<F, T, T, T>;
-    else return Each<F, T, T, T, T>;
+    if constexpr (kOperands == 1)
+      return Each<F, T, T>;
+    else if constexpr (kOperands == 2)
+      return Each<F, T, T, T>;
+    else
+      return Each<F, T, T, T, T>;
   });
-  if constexpr (kOperands == 1) form.Emit(execute, type, {type});
-  else if constexpr (kOperands == 2) form.Emit(execute, type, {type, type});
-  else form.Emit(execute, type, {type, type, type});
+  if constexpr (kOperands == 1)
+    form.Emit(execute, type, {type});
+  else if constexpr (kOperands == 2)
+    form.Emit(execute, type, {type, type});
+  else
+    form.Emit(execute, type, {type, type, type});
 }
 
 void DecodeAdd(Form& form, bool is_add, bool reads_carry) {
@@ -428,10 +454,17 @@ void DecodeAdd(Form& form, bool is_add, bool reads_carry) {
     const Type type = form.TakeType({Type::kS32});
     return form.Emit(is_add ? Each<kAddSaturated, int32_t, int32_t, int32_t>
                             : Each<kSubSaturated, int32_t, int32_t, int32_t>,
-                     type, {type, type});
+                     type,
+                     {type, type});
   }
-  const Type type = form.TakeType({Type::kU16, Type::kS16, Type::kU32, Type::kS32, Type::kU64, Type::kS64,
-                                   Type::kU16x2, Type::kS16x2});
+  const Type type = form.TakeType({Type::kU16,
+                                   Type::kS16,
+                                   Type::kU32,
+                                   Type::kS32,
+                                   Type::kU64,
+                                   Type::kS64,
+                                   Type::kU16x2,
+                                   Type::kS16x2});
   if (type == Type::kU16x2 || type == Type::kS16x2) {
     return form.Emit(is_add ? ForHalves<kAdd>(type) : ForHalves<kSub>(type), type, {type, type});
   }
@@ -440,10 +473,14 @@ void DecodeAdd(Form& form, bool is_add, bool reads_carry) {
 
 Type Doubled(Type type) {
   switch (type) {
-    case Type::kU16: return Type::kU32;
-    case Type::kS16: return Type::kS32;
-    case Type::kU32: return Type::kU64;
-    default: return Type::kS64;
+    case Type::kU16:
+      return Type::kU32;
+    case Type::kS16:
+      return Type::kS32;
+    case Type::kU32:
+      return Type::kU64;
+    default:
+      return Type::kS64;
   }
 }
 
@@ -454,12 +491,17 @@ void EmitWide(Form& form) {
   const Execute execute = ForInteger(type, [](auto zero) -> Execute {
     using T = decltype(zero);
     // Products of 64-bit factors have no register to go to.
-    if constexpr (sizeof(T) == 8) return nullptr;
-    else if constexpr (kThree) return Each<F, Wide<T>, T, T, Wide<T>>;
-    else return Each<F, Wide<T>, T, T>;
+    if constexpr (sizeof(T) == 8)
+      return nullptr;
+    else if constexpr (kThree)
+      return Each<F, Wide<T>, T, T, Wide<T>>;
+    else
+      return Each<F, Wide<T>, T, T>;
   });
-  if constexpr (kThree) form.Emit(execute, wide, {type, type, wide});
-  else form.Emit(execute, wide, {type, type});
+  if constexpr (kThree)
+    form.Emit(execute, wide, {type, type, wide});
+  else
+    form.Emit(execute, wide, {type, type});
 }
 
 void DecodeMul(Form& form) {
@@ -482,13 +524,15 @@ void DecodeMad(Form& form, bool reads_carry) {
   }
   if (is_high && form.Take("sat")) {
     const Type type = form.TakeType({Type::kS32});
-    return form.Emit(Each<kMadHiSaturated, int32_t, int32_t, int32_t, int32_t>, type, {type, type, type});
+    return form.Emit(
+        Each<kMadHiSaturated, int32_t, int32_t, int32_t, int32_t>, type, {type, type, type});
   }
   const Type type = form.TakeType(kIntegers);
   is_high ? EmitSame<kMadHi, 3>(form, type) : EmitSame<kMadLo, 3>(form, type);
 }
 
-// mul24 and mad24 (9.7.1.5, 9.7.1.6): of 24-bit factors, the lower or upper 32 of the product's 48 bits.
+// mul24 and mad24 (9.7.1.5, 9.7.1.6): of 24-bit factors, the lower or upper 32 of the product's 48
+// bits.
 template <bool kSigned, bool kHigh>
 uint32_t Product24(uint32_t a, uint32_t b) {
   const auto factor = [](uint32_t x) {
@@ -515,38 +559,55 @@ void Decode24(Form& form, bool is_mad) {
                    : Each<Product24<kS, false>, uint32_t, uint32_t, uint32_t>;
   };
   const Execute execute = IsSigned(type) ? pick(std::true_type()) : pick(std::false_type());
-  if (is_mad) form.Emit(execute, type, {type, type, type});
-  else form.Emit(execute, type, {type, type});
+  if (is_mad)
+    form.Emit(execute, type, {type, type, type});
+  else
+    form.Emit(execute, type, {type, type});
 }
 
 void DecodeMinMax(Form& form, bool is_max) {
   const bool relu = form.Take("relu");
-  const Type type = form.TakeType({Type::kU16, Type::kS16, Type::kU32, Type::kS32, Type::kU64, Type::kS64,
-                                   Type::kU16x2, Type::kS16x2});
+  const Type type = form.TakeType({Type::kU16,
+                                   Type::kS16,
+                                   Type::kU32,
+                                   Type::kS32,
+                                   Type::kU64,
+                                   Type::kS64,
+                                   Type::kU16x2,
+                                   Type::kS16x2});
   if (relu && type != Type::kS32 && type != Type::kS16x2) {
     form.decoder.Fail("\".relu\" is not supported with this type.");
   }
   if (type == Type::kU16x2 || type == Type::kS16x2) {
-    const Execute execute = relu ? (is_max ? ForHalves<kRelu<kMax>>(type) : ForHalves<kRelu<kMin>>(type))
-                                 : (is_max ? ForHalves<kMax>(type) : ForHalves<kMin>(type));
+    const Execute execute =
+        relu ? (is_max ? ForHalves<kRelu<kMax>>(type) : ForHalves<kRelu<kMin>>(type))
+             : (is_max ? ForHalves<kMax>(type) : ForHalves<kMin>(type));
     return form.Emit(execute, type, {type, type});
   }
-  if (relu) return is_max ? EmitSame<kRelu<kMax>, 2>(form, type) : EmitSame<kRelu<kMin>, 2>(form, type);
+  if (relu)
+    return is_max ? EmitSame<kRelu<kMax>, 2>(form, type) : EmitSame<kRelu<kMin>, 2>(form, type);
   is_max ? EmitSame<kMax, 2>(form, type) : EmitSame<kMin, 2>(form, type);
 }
 
 void DecodeShift(Form& form, bool is_left) {
-  const Type type =
-      is_left ? form.TakeType({Type::kB16, Type::kB32, Type::kB64})
-              : form.TakeType({Type::kB16, Type::kB32, Type::kB64, Type::kU16, Type::kS16, Type::kU32,
-                               Type::kS32, Type::kU64, Type::kS64});
+  const Type type = is_left ? form.TakeType({Type::kB16, Type::kB32, Type::kB64})
+                            : form.TakeType({Type::kB16,
+                                             Type::kB32,
+                                             Type::kB64,
+                                             Type::kU16,
+                                             Type::kS16,
+                                             Type::kU32,
+                                             Type::kS32,
+                                             Type::kU64,
+                                             Type::kS64});
   form.Emit(ForInteger(type,
                        [&](auto zero) -> Execute {
                          using T = decltype(zero);
                          return is_left ? Each<kShiftLeft, T, T, uint32_t>
                                         : Each<kShiftRight, T, T, uint32_t>;
                        }),
-            type, {type, Type::kU32});
+            type,
+            {type, Type::kU32});
 }
 
 template <auto F>
@@ -561,7 +622,8 @@ void DecodeDivRem(Form& form, bool is_div) {
                          using T = decltype(zero);
                          return is_div ? EachLane<kDiv, T, T, T> : EachLane<kRem, T, T, T>;
                        }),
-            type, {type, type});
+            type,
+            {type, type});
 }
 
 void DecodeCount(Form& form, bool is_population) {
@@ -569,11 +631,13 @@ void DecodeCount(Form& form, bool is_population) {
   if (type == Type::kB32) {
     form.Emit(is_population ? Each<kPopulation, uint32_t, uint32_t>
                             : Each<kLeadingZeros, uint32_t, uint32_t>,
-              Type::kU32, {type});
+              Type::kU32,
+              {type});
   } else {
     form.Emit(is_population ? Each<kPopulation, uint32_t, uint64_t>
                             : Each<kLeadingZeros, uint32_t, uint64_t>,
-              Type::kU32, {type});
+              Type::kU32,
+              {type});
   }
 }
 
@@ -586,7 +650,8 @@ void DecodeFindBit(Form& form) {
                          return as_shift ? EachLane<kFindBit<true>, uint32_t, T>
                                          : EachLane<kFindBit<false>, uint32_t, T>;
                        }),
-            Type::kU32, {type});
+            Type::kU32,
+            {type});
 }
 
 void DecodeBitMask(Form& form, bool is_extension) {
@@ -596,14 +661,16 @@ void DecodeBitMask(Form& form, bool is_extension) {
     form.Need("b32");
     return form.Emit(clamps ? Each<BitMask<true>, uint32_t, uint32_t, uint32_t>
                             : Each<BitMask<false>, uint32_t, uint32_t, uint32_t>,
-                     Type::kB32, {Type::kB32, Type::kB32});
+                     Type::kB32,
+                     {Type::kB32, Type::kB32});
   }
   const Type type = form.TakeType({Type::kU32, Type::kS32});
   const Execute execute =
-      IsSigned(type) ? (clamps ? Each<SignOrZeroExtend<true, true>, uint32_t, uint32_t, uint32_t>
-                               : Each<SignOrZeroExtend<false, true>, uint32_t, uint32_t, uint32_t>)
-                     : (clamps ? Each<SignOrZeroExtend<true, false>, uint32_t, uint32_t, uint32_t>
-                               : Each<SignOrZeroExtend<false, false>, uint32_t, uint32_t, uint32_t>);
+      IsSigned(type)
+          ? (clamps ? Each<SignOrZeroExtend<true, true>, uint32_t, uint32_t, uint32_t>
+                    : Each<SignOrZeroExtend<false, true>, uint32_t, uint32_t, uint32_t>)
+          : (clamps ? Each<SignOrZeroExtend<true, false>, uint32_t, uint32_t, uint32_t>
+                    : Each<SignOrZeroExtend<false, false>, uint32_t, uint32_t, uint32_t>);
   form.Emit(execute, type, {type, Type::kU32});
 }
 
@@ -659,13 +726,16 @@ bool DecodeInteger(Form& form, std::string_view opcode) {
     DecodeCount(form, opcode == "popc");
   } else if (opcode == "brev") {
     const Type type = form.TakeType({Type::kB32, Type::kB64});
-    form.Emit(type == Type::kB32 ? Each<kReverse, uint32_t, uint32_t> : Each<kReverse, uint64_t, uint64_t>,
-              type, {type});
+    form.Emit(type == Type::kB32 ? Each<kReverse, uint32_t, uint32_t>
+                                 : Each<kReverse, uint64_t, uint64_t>,
+              type,
+              {type});
   } else if (opcode == "bfind") {
     DecodeFindBit(form);
   } else if (opcode == "fns") {
     form.Need("b32");
-    form.Emit(EachLane<kFindNthSet, uint32_t, uint32_t, uint32_t, int32_t>, Type::kB32,
+    form.Emit(EachLane<kFindNthSet, uint32_t, uint32_t, uint32_t, int32_t>,
+              Type::kB32,
               {Type::kB32, Type::kB32, Type::kS32});
   } else if (opcode == "bfe") {
     const Type type = form.TakeType({Type::kU32, Type::kS32, Type::kU64, Type::kS64});
@@ -674,12 +744,14 @@ bool DecodeInteger(Form& form, std::string_view opcode) {
                            using T = decltype(zero);
                            return Each<kExtract, T, T, uint32_t, uint32_t>;
                          }),
-              type, {type, Type::kU32, Type::kU32});
+              type,
+              {type, Type::kU32, Type::kU32});
   } else if (opcode == "bfi") {
     const Type type = form.TakeType({Type::kB32, Type::kB64});
     form.Emit(type == Type::kB32 ? Each<kInsert, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t>
                                  : Each<kInsert, uint64_t, uint64_t, uint64_t, uint32_t, uint32_t>,
-              type, {type, type, Type::kU32, Type::kU32});
+              type,
+              {type, type, Type::kU32, Type::kU32});
   } else if (opcode == "bmsk" || opcode == "szext") {
     DecodeBitMask(form, opcode == "szext");
   } else if (opcode == "dp4a" || opcode == "dp2a") {

@@ -173,7 +173,7 @@ void Multiply(Machine& machine, Operation& self, const Product& product) {
         break;
       }
       for (int row = 0; row < rows; ++row) {
-        machine.AccessTensor(access, self.clock, *cta, static_cast<uint32_t>(row), at, 8, false);
+        machine.AccessTensor(access, self.clock, *self.cta, self.warp, *cta, static_cast<uint32_t>(row), at, 8, false);
         std::memcpy(a + row * kMmaK, &cta->tensor[row * kTensorColumns + at], 2 * kMmaK);
       }
     } else {
@@ -186,7 +186,7 @@ void Multiply(Machine& machine, Operation& self, const Product& product) {
     for (int part = 0; part < parts; ++part) {
       for (int row = 0; row < rows; ++row) {
         const auto at = static_cast<uint32_t>(row + 64 * part);
-        machine.AccessTensor(access, self.clock, *cta, at, column, columns, true);
+        machine.AccessTensor(access, self.clock, *self.cta, self.warp, *cta, at, column, columns, true);
       }
       MmaOperands operands;
       operands.m = rows;
@@ -277,7 +277,14 @@ Outcome Commit(Context& context, const Inst& inst) {
           machine.OperationFault(self, "tcgen05.commit arrives where no mbarrier is initialised.");
           return;
         }
-        machine.Arrive(*one.cta, it->second, 1, self.clock);
+        if (machine.options().strict && !it->second.fenced) {
+          machine.OperationFault(self, "tcgen05.commit signals an mbarrier whose initialisation no "
+                                       "fence.mbarrier_init has made visible to it.");
+        }
+        // A commit publishes what it waited for, as tcgen05.fence::before_thread_sync does.
+        VectorClock clock = self.clock;
+        clock.SetPublished(self.slot, self.time);
+        machine.Arrive(*one.cta, it->second, 1, clock);
       }
     };
     context.cta.tensor_pipe.push_back(std::move(operation));
@@ -342,8 +349,8 @@ Outcome LoadTensor(Context& context, const Inst& inst) {
   const uint32_t time = ++machine.Time(context.cta, slot);
   const VectorClock clock = UnitClock(context, slot, time);
   for (uint32_t t = 0; t < kLanes; ++t) {
-    machine.AccessTensor({time, slot, static_cast<uint8_t>(t), true, context.group.pc}, clock, context.cta, lane + t,
-                         column, columns, false);
+    machine.AccessTensor({time, slot, static_cast<uint8_t>(t), true, context.group.pc}, clock, context.cta,
+                         context.warp.index, context.cta, lane + t, column, columns, false);
   }
   std::vector<uint64_t>& pending = context.warp.pending_rows;
   if (pending.empty()) pending.assign((machine.program().register_rows + 63) / 64, 0);
@@ -371,8 +378,8 @@ Outcome StoreTensor(Context& context, const Inst& inst) {
   const uint32_t time = ++machine.Time(context.cta, slot);
   const VectorClock clock = UnitClock(context, slot, time);
   for (uint32_t t = 0; t < kLanes; ++t) {
-    machine.AccessTensor({time, slot, static_cast<uint8_t>(t), true, context.group.pc}, clock, context.cta, lane + t,
-                         column, columns, true);
+    machine.AccessTensor({time, slot, static_cast<uint8_t>(t), true, context.group.pc}, clock, context.cta,
+                         context.warp.index, context.cta, lane + t, column, columns, true);
   }
   const Ref* refs = &machine.program().refs[inst.first_source];
   uint32_t* to = &context.cta.tensor[lane * kTensorColumns + column];
@@ -391,7 +398,21 @@ Outcome WaitTensor(Context& context, const Inst& inst) {
   return Outcome::kNext;
 }
 
-Outcome FenceTensor(Context&, const Inst&) { return Outcome::kNext; }
+// mode[0]: before a thread's synchronization; otherwise after.
+Outcome FenceTensor(Context& context, const Inst& inst) {
+  for (Knowledge& one : context.warp.knowledge) {
+    if (!(one.mask & context.mask)) continue;
+    if (inst.mode[0]) {
+      for (const int unit : {kTensorLoadSlot, kTensorStoreSlot}) {
+        const Slot slot = WarpSlot(context, unit);
+        one.clock.SetPublished(slot, one.clock.seen(slot));
+      }
+    } else {
+      one.clock.RelyOnPublished();
+    }
+  }
+  return Outcome::kNext;
+}
 
 // ---- Decoding
 
@@ -474,6 +495,7 @@ bool DecodeTensor(Decoder& decoder, Parts parts) {
     inst.execute = WaitTensor;
     inst.describe_wait = WaitsForWarp;
   } else if (what == "fence::before_thread_sync" || what == "fence::after_thread_sync") {
+    inst.mode[0] = what == "fence::before_thread_sync";
     inst.execute = FenceTensor;
   } else if (what == "commit") {
     inst.mode[0] = static_cast<uint32_t>(TakeCtaGroup(decoder, parts));

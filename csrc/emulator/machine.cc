@@ -339,6 +339,7 @@ void Machine::FinishWarp(Warp& warp) {
   warp.ready = false;
   cta.free_registers += warp.register_count * kLanes;
   --cta.live_warps;
+  if (options_.strict) CheckFinished(warp);
   Wake(cta);
 }
 
@@ -393,7 +394,7 @@ Knowledge& Machine::KnowledgeOfLane(Warp& warp, int lane) {
 VectorClock Machine::KnowledgeOf(Warp& warp, uint32_t mask) {
   VectorClock clock;
   for (const Knowledge& one : warp.knowledge) {
-    if (one.mask & mask) clock.Join(one.clock);
+    if (one.mask & mask) clock.Merge(one.clock);
   }
   return clock;
 }
@@ -415,7 +416,7 @@ void Machine::Split(Warp& warp, uint32_t mask) {
       // No slot is left: the two smallest know the same from here on, which may hide a race between them.
       Knowledge& a = warp.knowledge[0];
       Knowledge& b = warp.knowledge[1];
-      a.clock.Join(b.clock);
+      a.clock.Merge(b.clock);
       a.mask |= b.mask;
       warp.knowledge.erase(warp.knowledge.begin() + 1);
       i = static_cast<size_t>(-1);
@@ -462,7 +463,7 @@ void Machine::Unify(Warp& warp, uint32_t mask) {
     if (first == nullptr) {
       first = &one;
     } else {
-      first->clock.Join(one.clock);
+      first->clock.Merge(one.clock);
       first->mask |= one.mask;
       one.mask = 0;
     }
@@ -564,21 +565,26 @@ void Machine::CheckShared(const Access& access, const VectorClock& clock, const 
   const size_t first = place.offset / 4;
   const size_t count = (place.offset + size + 3) / 4 - first;
   Shadow::Conflict conflict;
-  const bool found = write ? place.cta->shared_shadow.Write(first, count, access, clock, &conflict)
-                           : place.cta->shared_shadow.Read(first, count, access, clock, &conflict);
+  const bool found = write ? place.cta->shared_shadow.Write(first, count, access, clock, {}, &conflict)
+                           : place.cta->shared_shadow.Read(first, count, access, clock, {}, &conflict);
   if (!found) return;
   ReportRace(*place.cta, access, write, conflict,
              "shared memory [" + std::to_string(conflict.cell * 4) + ", " + std::to_string(conflict.cell * 4 + 4) + ")");
 }
 
-void Machine::AccessTensor(const Access& access, const VectorClock& clock, Cta& cta, uint32_t lane, uint32_t column,
-                           uint32_t columns, bool write) {
+void Machine::AccessTensor(const Access& access, const VectorClock& clock, Cta& issuer, int warp, Cta& cta,
+                           uint32_t lane, uint32_t column, uint32_t columns, bool write) {
   if (!options_.check_races) return;
   const size_t first = lane * 64 + column / 8;
   const size_t count = (column + columns + 7) / 8 - column / 8;
   Shadow::Conflict conflict;
-  const bool found = write ? cta.tensor_shadow.Write(first, count, access, clock, &conflict)
-                           : cta.tensor_shadow.Read(first, count, access, clock, &conflict);
+  Shadow::Own own;
+  if (options_.strict) {
+    own.first = static_cast<Slot>(issuer.first_slot + warp * kWarpSlots);
+    own.last = static_cast<Slot>(own.first + kWarpSlots);
+  }
+  const bool found = write ? cta.tensor_shadow.Write(first, count, access, clock, own, &conflict)
+                           : cta.tensor_shadow.Read(first, count, access, clock, own, &conflict);
   if (!found) return;
   const size_t at = conflict.cell % 64 * 8;
   ReportRace(cta, access, write, conflict,
@@ -699,6 +705,12 @@ void Machine::ReportRace(Cta& cta, const Access& access, bool write, const Shado
   if (conflict.unfenced) {
     report.message = "what the generic proxy wrote to " + where +
                      " is read through the asynchronous proxy without a fence.proxy.async by the writer.";
+  } else if (conflict.unpublished) {
+    report.message = "two accesses of " + where + " are ordered, but no tcgen05.fence::before_thread_sync follows "
+                     "the earlier one before its thread signals.";
+  } else if (conflict.unrelied) {
+    report.message = "two accesses of " + where + " are ordered, but no tcgen05.fence::after_thread_sync stands "
+                     "between the wait of the later one's thread and the access.";
   } else {
     report.message = "nothing orders two accesses of " + where + ".";
   }
@@ -713,6 +725,36 @@ void Machine::ReportRace(Cta& cta, const Access& access, bool write, const Shado
   add(access, write, "this access");
   add(conflict.earlier, conflict.earlier_is_write, "the earlier one");
   AddReport(std::move(report));
+}
+
+// In strict mode nothing that uses the CTA's memory may be under way when its threads end.
+void Machine::CheckFinished(Warp& warp) {
+  Cta& cta = *warp.cta;
+  const auto report = [&](const std::string& message, const Operation* operation) {
+    Report one{.kind = Report::Kind::kMisuse, .message = message, .places = {Report::Place()}, .fatal = false};
+    if (operation != nullptr) one.places[0] = PlaceOf(operation->instruction);
+    one.places[0].cta = cta.index;
+    one.places[0].warp = operation != nullptr ? operation->warp : warp.index;
+    if (operation != nullptr) one.places[0].role = std::string(operation->name) + " was issued here";
+    AddReport(std::move(one));
+  };
+  for (const auto& operation : cta.copies) {
+    // Of a store, only the reading of shared memory has to have ended.
+    if (operation->warp == warp.index && operation->steps == 2) {
+      report("a warp ended before a bulk copy of its own has read shared memory.", operation.get());
+      return;
+    }
+  }
+  if (cta.live_warps > 0) return;
+  for (const auto& operation : cta.copies) {
+    if (operation->steps == 1 && !operation->only_global) {
+      report("the CTA ended with a copy to its shared memory under way.", operation.get());
+      return;
+    }
+  }
+  if (!cta.tensor_pipe.empty()) {
+    report("the CTA ended with tensor-core operations under way.", cta.tensor_pipe.front().get());
+  }
 }
 
 void Machine::CheckExit(Cta& cta) {

@@ -124,6 +124,7 @@ struct Operation {
   VectorClock clock;                    // what its issuer knew at issue, and itself
   std::function<void(Operation&)> run;  // does one step
   int steps = 1;                        // still to do; complete at 0
+  bool only_global = false;             // the steps left use no memory of the CTA
 
   Access access() const { return {time, slot, lane, true, instruction}; }
 };
@@ -259,8 +260,9 @@ class Machine {
   void AccessShared(const Operation& operation, const SharedPlace& place, uint32_t size, bool write);
   void CheckShared(const Access& access, const VectorClock& clock, const SharedPlace& place, uint32_t size,
                    bool write);
-  void AccessTensor(const Access& access, const VectorClock& clock, Cta& cta, uint32_t lane, uint32_t column,
-                    uint32_t columns, bool write);
+  // `warp` is the one whose instruction it is, or that issued the operation.
+  void AccessTensor(const Access& access, const VectorClock& clock, Cta& issuer, int warp, Cta& cta, uint32_t lane,
+                    uint32_t column, uint32_t columns, bool write);
 
   // What the lanes of `mask` know, joined; and teaching them more.
   VectorClock KnowledgeOf(Warp& warp, uint32_t mask);
@@ -323,6 +325,7 @@ class Machine {
   void MergeGroups(Warp& warp);
   void FinishWarp(Warp& warp);
   bool Retired(const Cluster& cluster) const;
+  void CheckFinished(Warp& warp);
   void CheckExit(Cta& cta);
   bool TimeOut();
   void Split(Warp& warp, uint32_t mask);

@@ -33,9 +33,10 @@ uint32_t AlignUp(uint32_t offset, uint32_t alignment) {
   return (offset + alignment - 1) / alignment * alignment;
 }
 
-// Registers that share a layout may share rows. Those of different layouts may not, even if they never
-// live at the same place of the program: lanes of a warp that have diverged are at different places, and a
-// word that is one lane's half of a 64-bit value would be another lane's 32-bit value.
+// Registers that share a layout may share rows. Those of different layouts may not, even if they
+// never live at the same place of the program: lanes of a warp that have diverged are at different
+// places, and a word that is one lane's half of a 64-bit value would be another lane's 32-bit
+// value.
 enum Layout { kWord, kDouble, kQuad, kPredicate, kLayouts };
 
 Layout LayoutOf(int bits) {
@@ -72,9 +73,8 @@ const ptx::Operand& Decoder::Operand(size_t index) const {
 
 void Decoder::ExpectOperands(size_t least, size_t most) const {
   if (operand_count() >= least && operand_count() <= most) return;
-  Fail("it takes " + std::to_string(least) +
-       (most == least ? "" : " to " + std::to_string(most)) + " operands, not " +
-       std::to_string(operand_count()) + ".");
+  Fail("it takes " + std::to_string(least) + (most == least ? "" : " to " + std::to_string(most)) +
+       " operands, not " + std::to_string(operand_count()) + ".");
 }
 
 Ref Decoder::Source(const ptx::Operand& operand, int bits, bool any_width) {
@@ -193,7 +193,8 @@ Ref Decoder::Address(const ptx::Operand& operand, int64_t* offset) {
   *offset = operand.value;
   switch (base.kind) {
     case ptx::Operand::Kind::kRegister: {
-      const int bits = base.reg < 0 ? SpecialBits(SpecialName(base)) : kernel_->registers[base.reg].bits;
+      const int bits =
+          base.reg < 0 ? SpecialBits(SpecialName(base)) : kernel_->registers[base.reg].bits;
       if (bits != 32 && bits != 64) Fail("an address must be in a register of 32 or 64 bits.");
       return Source(base, bits);
     }
@@ -262,7 +263,8 @@ class ProgramBuilder final : public Decoder {
   }
 
   std::shared_ptr<const Program> Build() {
-    if (kernel_->statements.empty()) throw ptx::Error(kernel_->line, "the kernel has no instruction.");
+    if (kernel_->statements.empty())
+      throw ptx::Error(kernel_->line, "the kernel has no instruction.");
     PlaceVariables();
     DecodeAll();
     FindBlocks();
@@ -327,8 +329,8 @@ class ProgramBuilder final : public Decoder {
     }
   };
 
-  // Offsets of all variables. Kernels see the module's shared variables only where they name them, as the
-  // linker leaves out the rest; dynamic shared memory starts behind all static variables.
+  // Offsets of all variables. Kernels see the module's shared variables only where they name them,
+  // as the linker leaves out the rest; dynamic shared memory starts behind all static variables.
   void PlaceVariables() {
     std::unordered_set<std::string_view> named;
     const auto note = [&](const auto& self, const ptx::Operand& operand) -> void {
@@ -342,7 +344,8 @@ class ProgramBuilder final : public Decoder {
     uint32_t local = 0;
     std::vector<ptx::Variable*> dynamic;
     const auto place = [&](const ptx::Variable& original, bool of_module) {
-      if (of_module && original.space == ptx::Space::kShared && !named.contains(original.name)) return;
+      if (of_module && original.space == ptx::Space::kShared && !named.contains(original.name))
+        return;
       ptx::Variable& variable = variables_.insert_or_assign(original.name, original).first->second;
       if (variable.space == ptx::Space::kLocal) {
         local = std::max(local, variable.offset + variable.size);
@@ -377,10 +380,11 @@ class ProgramBuilder final : public Decoder {
       inst.guard.negated = statement.guard_negated;
     }
     const Parts parts(statement.opcode);
-    if (!DecodeScalar(*this, parts) && !DecodeControl(*this, parts) && !DecodeMemory(*this, parts) &&
-        !DecodeCopy(*this, parts) && !DecodeTensor(*this, parts) && !DecodeMatrix(*this, parts)) {
-      throw ptx::Error(statement.line, "instruction \"" + std::string(statement.opcode) +
-                                           "\" is not supported.");
+    if (!DecodeScalar(*this, parts) && !DecodeControl(*this, parts) &&
+        !DecodeMemory(*this, parts) && !DecodeCopy(*this, parts) && !DecodeTensor(*this, parts) &&
+        !DecodeMatrix(*this, parts)) {
+      throw ptx::Error(statement.line,
+                       "instruction \"" + std::string(statement.opcode) + "\" is not supported.");
     }
     if (program_->branch_tables.size() > tables) tables_of_.emplace(index, tables);
     const Parts opcode = parts;
@@ -413,7 +417,8 @@ class ProgramBuilder final : public Decoder {
     if (at >= static_cast<int32_t>(kernel_->statements.size())) return false;
     const std::string_view opcode = kernel_->statements[at].opcode;
     return !(opcode == "ret" || opcode == "exit" || opcode == "trap" || opcode == "bra" ||
-             opcode.starts_with("bra.") || opcode.starts_with("brx.") || opcode.starts_with("ret."));
+             opcode.starts_with("bra.") || opcode.starts_with("brx.") ||
+             opcode.starts_with("ret."));
   }
 
   void FindBlocks() {
@@ -457,13 +462,13 @@ class ProgramBuilder final : public Decoder {
     }
   }
 
-  // Which registers each block reads before it writes them, and which it surely writes; then, backward to a
-  // fixed point, which live where. A register's interval is the hull of all that.
+  // Which registers each block reads before it writes them, and which it surely writes; then,
+  // backward to a fixed point, which live where. A register's interval is the hull of all that.
   void FindLiveness() {
     const size_t registers = kernel_->registers.size() + kSpecialCount + 1;
     intervals_.assign(registers, Interval());
-    // Only registers that live across the end of a block matter to the equations, and these are few: they
-    // get dense numbers.
+    // Only registers that live across the end of a block matter to the equations, and these are
+    // few: they get dense numbers.
     constexpr uint32_t kLocal = UINT32_MAX;
     std::vector<uint32_t> dense(registers, kLocal);
     std::vector<uint32_t> names;
@@ -485,8 +490,8 @@ class ProgramBuilder final : public Decoder {
     const size_t count = blocks_.size();
     std::vector<uint64_t> use(count * words, 0), kill(count * words, 0);
     for (size_t b = 0; b < count; ++b) {
-      uint64_t* uses = &use[b * words];
-      uint64_t* kills = &kill[b * words];
+      uint64_t* uses = use.data() + b * words;
+      uint64_t* kills = kill.data() + b * words;
       for (int32_t i = blocks_[b].first; i <= blocks_[b].last; ++i) {
         const bool is_guarded = static_cast<bool>(program_->instructions[i].guard);
         // All of an instruction's reads come before its writes.
@@ -528,7 +533,7 @@ class ProgramBuilder final : public Decoder {
     }
     for (size_t b = 0; b < count; ++b) {
       for (size_t w = 0; w < words; ++w) {
-        for (uint64_t live = in[b * words + w]; live != 0; live &= live - 1) {
+        for (uint64_t live = in [b * words + w]; live != 0; live &= live - 1) {
           intervals_[names[w * 64 + std::countr_zero(live)]].Cover(blocks_[b].first);
         }
         for (uint64_t live = out[b * words + w]; live != 0; live &= live - 1) {
@@ -538,8 +543,8 @@ class ProgramBuilder final : public Decoder {
     }
   }
 
-  // Whether the touch `t` of instruction `i` is a register's first and may read what came before: a use, or
-  // a guarded write.
+  // Whether the touch `t` of instruction `i` is a register's first and may read what came before: a
+  // use, or a guarded write.
   bool first_seen_use(uint32_t reg, size_t i, uint32_t t) const {
     if (intervals_[reg].first != static_cast<int32_t>(i)) return false;
     return (touches_[t] & 1) == 0 || program_->instructions[i].guard;
@@ -551,9 +556,9 @@ class ProgramBuilder final : public Decoder {
     return reg == named + kSpecialCount ? 1 : SpecialBits(ptx::kSpecialRegisters[reg - named]);
   }
 
-  // Linear scan in the order in which the intervals begin. An instruction's destination never takes the
-  // place of a source that dies there: it may be executed again (Outcome::kBlocked), and may write a lane
-  // before it has read another.
+  // Linear scan in the order in which the intervals begin. An instruction's destination never takes
+  // the place of a source that dies there: it may be executed again (Outcome::kBlocked), and may
+  // write a lane before it has read another.
   void Allocate() {
     const auto named = static_cast<uint32_t>(kernel_->registers.size());
     place_.assign(intervals_.size(), 0);
@@ -572,7 +577,8 @@ class ProgramBuilder final : public Decoder {
       return std::pair(intervals_[a].first, a) < std::pair(intervals_[b].first, b);
     });
     using Active = std::pair<int32_t, uint32_t>;  // end, place
-    std::array<std::priority_queue<Active, std::vector<Active>, std::greater<Active>>, kLayouts> active;
+    std::array<std::priority_queue<Active, std::vector<Active>, std::greater<Active>>, kLayouts>
+        active;
     std::array<std::vector<uint32_t>, kLayouts> free;
     for (const uint32_t reg : order) {
       const Layout layout = LayoutOf(BitsOf(reg));
@@ -598,10 +604,17 @@ class ProgramBuilder final : public Decoder {
     for (uint32_t reg = 0; reg < intervals_.size(); ++reg) {
       if (intervals_[reg].last < 0) continue;
       switch (LayoutOf(BitsOf(reg))) {
-        case kWord: place_[reg] *= kRowWords; break;
-        case kDouble: place_[reg] = (doubles + 2 * place_[reg]) * kRowWords; break;
-        case kQuad: place_[reg] = (quads + 4 * place_[reg]) * kRowWords; break;
-        default: break;
+        case kWord:
+          place_[reg] *= kRowWords;
+          break;
+        case kDouble:
+          place_[reg] = (doubles + 2 * place_[reg]) * kRowWords;
+          break;
+        case kQuad:
+          place_[reg] = (quads + 4 * place_[reg]) * kRowWords;
+          break;
+        default:
+          break;
       }
       if (reg >= named && reg < named + kSpecialCount) program_->special[reg - named] = place_[reg];
     }
@@ -623,8 +636,8 @@ class ProgramBuilder final : public Decoder {
 
   const std::shared_ptr<Program> program_;
   std::array<std::unordered_map<uint64_t, uint32_t>, kLayouts> constant_rows_;
-  std::vector<uint32_t> touches_;      // register << 1 | is a write, by instruction
-  std::vector<uint32_t> first_touch_;  // of each instruction, in touches_
+  std::vector<uint32_t> touches_;                 // register << 1 | is a write, by instruction
+  std::vector<uint32_t> first_touch_;             // of each instruction, in touches_
   std::unordered_map<size_t, size_t> tables_of_;  // instruction to branch table
   std::vector<Block> blocks_;
   std::vector<int32_t> block_of_;

@@ -18,33 +18,43 @@ namespace jax_fa4::emulator {
 
 using Slot = uint16_t;
 
-// What an agent knows of all agents of its cluster: up to which time of each it is ordered behind it, and up
-// to which time each agent's generic-proxy writes are visible to the asynchronous proxy.
+// What an agent knows of all agents of its cluster, as times of each: up to which it is ordered behind it
+// (seen); up to which its generic-proxy writes are visible to the asynchronous proxy (fenced); up to which a
+// tcgen05.fence::before_thread_sync has published its accesses of tensor memory (published); and up to which
+// a tcgen05.fence::after_thread_sync lets the holder rely on that (relied). The last stays with its holder.
 class VectorClock {
  public:
   VectorClock() = default;
-  explicit VectorClock(size_t slots) : times_(2 * slots, 0) {}
-  size_t slots() const { return times_.size() / 2; }
+  explicit VectorClock(size_t slots) : times_(4 * slots, 0) {}
+  size_t slots() const { return times_.size() / 4; }
   bool empty() const { return times_.empty(); }
   uint32_t seen(Slot slot) const { return times_[slot]; }
   uint32_t fenced(Slot slot) const { return times_[slots() + slot]; }
+  uint32_t published(Slot slot) const { return times_[2 * slots() + slot]; }
+  uint32_t relied(Slot slot) const { return times_[3 * slots() + slot]; }
   void SetSeen(Slot slot, uint32_t time) { times_[slot] = time; }
   void SetFenced(Slot slot, uint32_t time) { times_[slots() + slot] = time; }
-  void Join(const VectorClock& other) {
-    if (times_.empty()) {
-      times_ = other.times_;
-      return;
+  void SetPublished(Slot slot, uint32_t time) { times_[2 * slots() + slot] = time; }
+  // What another agent has handed over.
+  void Join(const VectorClock& other) { JoinFirst(other, 3); }
+  // What lanes of one warp know together.
+  void Merge(const VectorClock& other) { JoinFirst(other, 4); }
+  // tcgen05.fence::after_thread_sync.
+  void RelyOnPublished() {
+    const size_t count = slots();
+    for (size_t i = 0; i < count; ++i) {
+      times_[3 * count + i] = std::max(times_[3 * count + i], times_[2 * count + i]);
     }
-    const size_t size = std::min(times_.size(), other.times_.size());
-    for (size_t i = 0; i < size; ++i) times_[i] = std::max(times_[i], other.times_[i]);
-  }
-  // All that was seen is visible to the asynchronous proxy too.
-  void FenceAll() {
-    for (size_t i = 0; i < slots(); ++i) times_[slots() + i] = std::max(times_[slots() + i], times_[i]);
   }
   void Clear() { std::fill(times_.begin(), times_.end(), 0); }
 
  private:
+  void JoinFirst(const VectorClock& other, size_t kinds) {
+    if (other.times_.empty()) return;
+    if (times_.empty()) times_.assign(other.times_.size(), 0);
+    const size_t size = other.slots() * kinds;
+    for (size_t i = 0; i < size; ++i) times_[i] = std::max(times_[i], other.times_[i]);
+  }
   std::vector<uint32_t> times_;
 };
 
@@ -74,13 +84,23 @@ class Shadow {
     Access earlier;
     bool earlier_is_write = false;
     bool unfenced = false;  // ordered, but the write is not visible to the asynchronous proxy
+    bool unpublished = false;  // ordered, but without tcgen05.fence::before_thread_sync
+    bool unrelied = false;     // ordered, but without tcgen05.fence::after_thread_sync
     size_t cell = 0;
+  };
+
+  // Who needs no tcgen05.fence: the slots of the accessing agent's own warp, [first, last). An empty range
+  // turns the check of these fences off.
+  struct Own {
+    Slot first = 0, last = 0;
   };
 
   // Notes a read (or write) of cells [first, first + count) by an agent that has seen `clock`. Returns true
   // where it is not ordered behind an earlier access, and says which in *conflict.
-  bool Read(size_t first, size_t count, const Access& access, const VectorClock& clock, Conflict* conflict);
-  bool Write(size_t first, size_t count, const Access& access, const VectorClock& clock, Conflict* conflict);
+  bool Read(size_t first, size_t count, const Access& access, const VectorClock& clock, const Own& own,
+            Conflict* conflict);
+  bool Write(size_t first, size_t count, const Access& access, const VectorClock& clock, const Own& own,
+             Conflict* conflict);
   size_t size() const { return cells_.size(); }
 
  private:
