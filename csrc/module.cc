@@ -33,6 +33,7 @@ nb::dict Registrations() {
 
 NB_MODULE(_native, m) {
   m.doc() = "XLA FFI handlers of jax_fa4; use jax_fa4.native, which registers them.";
+  emulator::AddBindings(m);
   m.def("registrations",
         &Registrations,
         "Returns {platform: {target name: capsule that holds the FFI handler}}.");

@@ -36,6 +36,18 @@ std::shared_ptr<const Program> Load(std::string text, const std::string& name) {
   return Decode(module, *kernel);
 }
 
+TensorMapType TypeNamed(const std::string& dtype) {
+  static const std::pair<const char*, TensorMapType> kTypes[] = {
+      {"uint8", TensorMapType::kUint8},     {"uint16", TensorMapType::kUint16},     {"uint32", TensorMapType::kUint32},
+      {"int32", TensorMapType::kInt32},     {"uint64", TensorMapType::kUint64},     {"int64", TensorMapType::kInt64},
+      {"float16", TensorMapType::kFloat16}, {"float32", TensorMapType::kFloat32},   {"float64", TensorMapType::kFloat64},
+      {"bfloat16", TensorMapType::kBfloat16}};
+  for (const auto& [name, type] : kTypes) {
+    if (dtype == name) return type;
+  }
+  throw nb::value_error(("a tensor map cannot hold elements of type " + dtype + ".").c_str());
+}
+
 struct Result {
   std::vector<Report> reports;
   uint64_t instructions = 0;
@@ -87,39 +99,51 @@ void AddBindings(nb::module_& m) {
       .def_ro("instructions", &Result::instructions);
 
   m.def(
-      "encode_tensor_map",
-      [](uint64_t address, uint32_t element_bytes, const std::vector<uint64_t>& dims,
-         const std::vector<uint64_t>& strides, const std::vector<uint32_t>& box, const std::string& swizzle) {
+      "emulator_load_tables",
+      [](nb::bytes ex2, nb::bytes rcp) {
+        const auto span = [](const nb::bytes& x) {
+          return std::span(reinterpret_cast<const uint8_t*>(x.c_str()), x.size());
+        };
+        LoadTables(span(ex2), span(rcp));
+      },
+      nb::arg("ex2"), nb::arg("rcp"), "Loads the tables of the hardware's ex2 and rcp, gzip files of 2^23 bytes each.");
+  m.def(
+      "emulator_encode_tensor_map",
+      [](uint64_t address, const std::string& dtype, const std::vector<uint64_t>& dims,
+         const std::vector<uint64_t>& strides, const std::vector<uint32_t>& box, int swizzle) {
         TensorMap map;
-        map.type = element_bytes == 4 ? TensorMapType::kFloat32 : TensorMapType::kBfloat16;
+        map.type = TypeNamed(dtype);
+        if (dims.empty() || dims.size() > kMaxRank || box.size() != dims.size() || strides.size() + 1 != dims.size()) {
+          throw nb::value_error("a tensor map has 1 to 5 dims, as many box sizes, and one stride less.");
+        }
         map.rank = static_cast<int>(dims.size());
         map.global_address = address;
-        for (size_t i = 0; i < dims.size() && i < kMaxRank; ++i) {
+        for (size_t i = 0; i < dims.size(); ++i) {
           map.dims[i] = dims[i];
           map.box[i] = box[i];
           if (i > 0) map.strides[i] = strides[i - 1];
         }
-        map.swizzle = swizzle == "128B"  ? TensorMapSwizzle::k128Bytes
-                      : swizzle == "64B" ? TensorMapSwizzle::k64Bytes
-                      : swizzle == "32B" ? TensorMapSwizzle::k32Bytes
-                                         : TensorMapSwizzle::kNone;
+        map.swizzle = swizzle == 128  ? TensorMapSwizzle::k128Bytes
+                      : swizzle == 64 ? TensorMapSwizzle::k64Bytes
+                      : swizzle == 32 ? TensorMapSwizzle::k32Bytes
+                                      : TensorMapSwizzle::kNone;
         const std::string fault = Validate(map);
         if (!fault.empty()) throw nb::value_error(fault.c_str());
         const auto bytes = EncodeTensorMap(map);
         return nb::bytes(reinterpret_cast<const char*>(bytes.data()), bytes.size());
       },
-      nb::arg("address"), nb::arg("element_bytes"), nb::arg("dims"), nb::arg("strides"), nb::arg("box"),
-      nb::arg("swizzle"));
+      nb::arg("address"), nb::arg("dtype"), nb::arg("dims"), nb::arg("strides"), nb::arg("box"), nb::arg("swizzle"),
+      "The 128 bytes of a tensor map, in the emulator's own layout. Raises ValueError for what the driver refuses.");
 
-  m.def("load", &Load, nb::arg("text"), nb::arg("kernel") = "",
+  m.def("emulator_load", &Load, nb::arg("text"), nb::arg("kernel") = "",
         "Parses PTX and decodes one kernel of it. Raises PtxError, with the line, for what is not supported.");
   m.def(
-      "run",
+      "emulator_run",
       [](std::shared_ptr<Program> program, std::array<uint32_t, 3> grid, std::array<uint32_t, 3> block,
          std::array<uint32_t, 3> cluster, uint32_t dynamic_shared_bytes, nb::bytes parameters,
          const std::vector<std::tuple<std::string, uint64_t, Bytes>>& outputs,
          const std::vector<std::tuple<std::string, uint64_t, ReadOnlyBytes>>& inputs, uint64_t seed, bool strict,
-         bool check_races, uint32_t sm_count, uint64_t max_instructions) {
+         bool check_races, uint32_t sm_count, uint64_t max_instructions, nb::object progress) {
         Launch launch;
         launch.program = program;
         launch.grid = grid;
@@ -139,9 +163,14 @@ void AddBindings(nb::module_& m) {
         options.check_races = check_races;
         options.sm_count = sm_count;
         options.max_instructions = max_instructions;
-        options.progress = [](uint64_t, uint64_t) {
+        options.progress = [&progress](uint64_t done, uint64_t total) {
           nb::gil_scoped_acquire acquire;
-          return PyErr_CheckSignals() == 0;
+          if (PyErr_CheckSignals() != 0) return false;
+          if (progress.is_none() || done == UINT64_MAX) return true;
+          PyObject* answer = PyObject_CallFunction(progress.ptr(), "KK", static_cast<unsigned long long>(done),
+                                                   static_cast<unsigned long long>(total));
+          Py_XDECREF(answer);
+          return answer != nullptr;
         };
         Result result;
         {
@@ -155,7 +184,7 @@ void AddBindings(nb::module_& m) {
       },
       nb::arg("program"), nb::kw_only(), nb::arg("grid"), nb::arg("block"), nb::arg("cluster"),
       nb::arg("dynamic_shared_bytes"), nb::arg("parameters"), nb::arg("outputs"), nb::arg("inputs"), nb::arg("seed"),
-      nb::arg("strict"), nb::arg("check_races"), nb::arg("sm_count"), nb::arg("max_instructions"),
+      nb::arg("strict"), nb::arg("check_races"), nb::arg("sm_count"), nb::arg("max_instructions"), nb::arg("progress").none(),
       "Runs a launch to its end, or to the first fatal report.");
 }
 

@@ -15,6 +15,8 @@ constexpr uint32_t kWarpsOfCta(uint32_t threads) { return (threads + kLanes - 1)
 // How often all waiters may time out in a row, nothing else having happened, before that is a deadlock.
 constexpr int kTimeoutRounds = 4;
 
+constexpr uint64_t kInstructionsBetweenPolls = 200000;
+
 }  // namespace
 
 Machine::Machine(Launch launch, Options options)
@@ -188,6 +190,14 @@ bool Machine::Step() {
     ReportStanding(Report::Kind::kLimit,
                    "the run was ended after " + std::to_string(executed_) + " instructions of warps.");
     return true;
+  }
+  // Lets a signal end a run whose CTAs do not end.
+  if (executed_ >= next_poll_ && options_.progress) {
+    next_poll_ = executed_ + kInstructionsBetweenPolls;
+    if (!options_.progress(UINT64_MAX, 0)) {
+      stopped_ = true;
+      return true;
+    }
   }
   const auto clusters = static_cast<uint32_t>(clusters_.size());
   const uint32_t first = random_.Below(clusters);

@@ -192,7 +192,9 @@ struct Options {
   uint32_t sm_count = 148;
   uint64_t max_instructions = UINT64_C(1) << 40;  // of warps
   size_t max_reports = 20;
-  std::function<bool(uint64_t done, uint64_t total)> progress;  // CTAs; returns false to stop
+  // Called with the CTAs that have ended and all CTAs, and from time to time with UINT64_MAX and 0; returns
+  // false to stop.
+  std::function<bool(uint64_t done, uint64_t total)> progress;
 };
 
 // What lanes executing an instruction see.
@@ -312,6 +314,7 @@ class Machine {
   bool stopped_ = false;
 
   std::map<const uint8_t*, std::shared_ptr<const TensorMap>> maps_;
+  uint64_t next_poll_ = 0;
   uint64_t wakes_ = 0;  // how often anything happened that could end a wait
   uint64_t done_ = 0;   // CTAs
 
