@@ -123,6 +123,9 @@ void AddBindings(nb::module_& m) {
           map.box[i] = box[i];
           if (i > 0) map.strides[i] = strides[i - 1];
         }
+        if (swizzle != 0 && swizzle != 32 && swizzle != 64 && swizzle != 128) {
+          throw nb::value_error("the swizzle of a tensor map is 0, 32, 64 or 128 bytes.");
+        }
         map.swizzle = swizzle == 128  ? TensorMapSwizzle::k128Bytes
                       : swizzle == 64 ? TensorMapSwizzle::k64Bytes
                       : swizzle == 32 ? TensorMapSwizzle::k32Bytes

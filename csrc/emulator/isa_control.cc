@@ -93,12 +93,33 @@ bool Members(Context& context, const Inst& inst, uint32_t* member) {
   return false;
 }
 
+// Lanes may execute bar.warp.sync at different places of the program: it is the member mask that makes them meet.
 Outcome WarpSync(Context& context, const Inst& inst) {
   uint32_t member;
   if (!Members(context, inst, &member)) return Outcome::kMoved;
-  if (!Converged(context, member)) return Outcome::kBlocked;
-  context.machine.Unify(context.warp, context.mask);
-  context.machine.Advance(context.warp, context.mask);
+  Warp& warp = context.warp;
+  const auto meets = [&](const Group& group) {
+    if (&group == &context.group || !group.arrived) return false;
+    const Inst& other = context.machine.program().instructions[group.pc];
+    return other.execute == WarpSync && context.Row(other.source[0])[std::countr_zero(group.mask)] == member;
+  };
+  uint32_t here = context.mask;
+  for (const Group& group : warp.groups) {
+    if (meets(group)) here |= group.mask;
+  }
+  if ((warp.live & member & ~here) != 0) {
+    context.group.arrived = true;
+    return Outcome::kBlocked;
+  }
+  for (Group& group : warp.groups) {
+    if (!meets(group)) continue;
+    ++group.pc;
+    group.arrived = false;
+    group.blocked = false;
+  }
+  context.group.arrived = false;
+  context.machine.Unify(warp, here);
+  context.machine.Advance(warp, here);
   return Outcome::kNext;
 }
 

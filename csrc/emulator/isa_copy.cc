@@ -2,6 +2,7 @@
 //
 // Source: PTX ISA 9.0, 9.7.9.25 (Asynchronous copy), 9.7.9.27 (Tensor copy).
 
+#include <array>
 #include <bit>
 #include <cstring>
 
@@ -59,7 +60,13 @@ void CombineElements(ReduceOperation operation, uint8_t* to, const uint8_t* from
     std::memcpy(&b, from + i, sizeof(T));
     switch (operation) {
       case ReduceOperation::kAdd:
-        a = static_cast<T>(a + b);
+        // Integers wrap.
+        if constexpr (std::is_signed_v<T> && std::is_integral_v<T>) {
+          using Unsigned = std::make_unsigned_t<T>;
+          a = static_cast<T>(static_cast<Unsigned>(a) + static_cast<Unsigned>(b));
+        } else {
+          a = static_cast<T>(a + b);
+        }
         break;
       case ReduceOperation::kMin:
         a = std::min(a, b);
@@ -78,6 +85,18 @@ void CombineElements(ReduceOperation operation, uint8_t* to, const uint8_t* from
   }
 }
 
+void CombineHalves(ReduceOperation operation, HalfType type, uint8_t* to, const uint8_t* from, size_t bytes) {
+  for (size_t i = 0; i + 2 <= bytes; i += 2) {
+    uint16_t a, b;
+    std::memcpy(&a, to + i, 2);
+    std::memcpy(&b, from + i, 2);
+    a = operation == ReduceOperation::kAdd   ? HalfAdd(type, a, b)
+        : operation == ReduceOperation::kMin ? HalfMin(type, a, b)
+                                             : HalfMax(type, a, b);
+    std::memcpy(to + i, &a, 2);
+  }
+}
+
 void CombineBytes(uint32_t mode, uint8_t* to, const uint8_t* from, size_t bytes) {
   const auto operation = static_cast<ReduceOperation>(mode >> 8);
   switch (static_cast<ReduceType>(mode & 0xff)) {
@@ -93,8 +112,44 @@ void CombineBytes(uint32_t mode, uint8_t* to, const uint8_t* from, size_t bytes)
       return CombineElements<uint64_t>(operation, to, from, bytes);
     case ReduceType::kF64:
       return CombineElements<double>(operation, to, from, bytes);
+    case ReduceType::kF16:
+      return CombineHalves(operation, HalfType::kF16, to, from, bytes);
+    case ReduceType::kBf16:
+      return CombineHalves(operation, HalfType::kBf16, to, from, bytes);
+  }
+}
+
+// Whether the copy engine combines numbers of this type so (9.7.9.25.4.2, table of cp.reduce.async.bulk).
+bool IsReduction(ReduceOperation operation, ReduceType type) {
+  const bool is_half = type == ReduceType::kF16 || type == ReduceType::kBf16;
+  if (operation == ReduceOperation::kAdd) return true;
+  if (operation == ReduceOperation::kMin || operation == ReduceOperation::kMax) {
+    return type != ReduceType::kF32 && type != ReduceType::kF64;
+  }
+  return !is_half && type != ReduceType::kF32 && type != ReduceType::kF64;
+}
+
+// The type of a tensor map's elements; false if the engine does not combine such.
+bool ReduceTypeOf(const TensorMap& map, ReduceType* type) {
+  switch (map.type) {
+    case TensorMapType::kUint32:
+      return *type = ReduceType::kU32, true;
+    case TensorMapType::kInt32:
+      return *type = ReduceType::kS32, true;
+    case TensorMapType::kUint64:
+      return *type = ReduceType::kU64, true;
+    case TensorMapType::kInt64:
+      return *type = ReduceType::kS64, true;
+    case TensorMapType::kFloat16:
+      return *type = ReduceType::kF16, true;
+    case TensorMapType::kBfloat16:
+      return *type = ReduceType::kBf16, true;
+    case TensorMapType::kFloat32:
+      return *type = ReduceType::kF32, true;
+    case TensorMapType::kFloat64:
+      return *type = ReduceType::kF64, true;
     default:
-      return;  // refused when decoded
+      return false;
   }
 }
 
@@ -314,6 +369,13 @@ const TensorMap* MapAt(Context& context, int lane, uint64_t address) {
   return map;
 }
 
+// Whether the swizzled tile stays within its bytes, as far as that is known.
+bool CheckSwizzle(Context& context, int lane, const TensorMap& map, uint32_t offset) {
+  const std::string fault = CheckTile(map, offset);
+  if (!fault.empty()) context.machine.Misuse(context, lane, fault + ".");
+  return fault.empty();
+}
+
 std::vector<int32_t> Coordinates(const Context& context, const Inst& inst, int lane) {
   std::vector<int32_t> coordinates;
   const Program& program = context.machine.program();
@@ -347,6 +409,7 @@ Outcome TensorToShared(Context& context, const Inst& inst) {
     if (!CheckShared(context, lane, to, size, 128, &place) || !CheckShared(context, lane, barrier, 8, 8, &signal)) {
       return Outcome::kMoved;
     }
+    if (!CheckSwizzle(context, lane, *map, place->offset)) return Outcome::kMoved;
     std::vector<Machine::SharedPlace> places, signals;
     if (inst.mode[0] & kMulticast) {
       const auto ctas = static_cast<uint32_t>(LaneValue(context, inst.source[4], lane));
@@ -406,11 +469,21 @@ Outcome TensorToGlobal(Context& context, const Inst& inst) {
                                         " coordinates for a map of rank " + std::to_string(map->rank) + ".");
       return Outcome::kMoved;
     }
+    uint32_t reduce = UINT32_MAX;
+    if (inst.mode[0] & kReduce) {
+      ReduceType type = ReduceType::kF32;
+      if (!ReduceTypeOf(*map, &type) || !IsReduction(static_cast<ReduceOperation>(inst.mode[2] >> 8), type)) {
+        machine.Misuse(context, lane, "the elements of this tensor map cannot be combined so.");
+        return Outcome::kMoved;
+      }
+      reduce = inst.mode[2] | static_cast<uint32_t>(type);
+    }
     const uint32_t size = TileBytes(*map);
     const uint32_t from =
         OwnRank(context, static_cast<uint32_t>(LaneValue(context, inst.source[1], lane) + inst.immediate[1]), false);
     std::optional<Machine::SharedPlace> place;
     if (!CheckShared(context, lane, from, size, 128, &place)) return Outcome::kMoved;
+    if (!CheckSwizzle(context, lane, *map, place->offset)) return Outcome::kMoved;
     auto operation = machine.NewOperation(context, lane, "tensor store", machine.TakeCopySlot(context.cta));
     // A store that a whole warp issues with the same operands, as kernels do, is issued once.
     uint32_t lanes = 1u << lane;
@@ -420,7 +493,6 @@ Outcome TensorToGlobal(Context& context, const Inst& inst) {
     done |= lanes;
     const BulkGroups groups = CountInGroups(context, lanes, *operation);
     auto tile = std::make_shared<std::vector<uint8_t>>(size);
-    const uint32_t reduce = inst.mode[0] & kReduce ? inst.mode[2] : UINT32_MAX;
     const uint32_t offset = place->offset;
     operation->run = InTwoSteps(
         machine, groups,
@@ -448,7 +520,15 @@ Outcome TensorToGlobal(Context& context, const Inst& inst) {
 
 Outcome CommitBulkGroup(Context& context, const Inst&) {
   for (int lane = 0; lane < kLanes; ++lane) {
-    if (context.mask >> lane & 1) context.warp.bulk_groups[lane].push_back(std::make_shared<BulkGroup>());
+    if (!(context.mask >> lane & 1)) continue;
+    auto& groups = context.warp.bulk_groups[lane];
+    // A kernel may commit for ever and never wait. What nothing is pending of joins the next group.
+    if (groups.size() >= kMaxGroups && groups[0]->pending == 0) {
+      groups[1]->read_clock.Join(groups[0]->read_clock);
+      groups[1]->clock.Join(groups[0]->clock);
+      groups.pop_front();
+    }
+    groups.push_back(std::make_shared<BulkGroup>());
   }
   return Outcome::kNext;
 }
@@ -522,7 +602,11 @@ Outcome CopyAsync(Context& context, const Inst& inst) {
 Outcome CommitCopyGroup(Context& context, const Inst&) {
   const auto slot = static_cast<Slot>(context.cta.first_slot + context.warp.index * kWarpSlots + kAsyncCopySlot);
   for (int lane = 0; lane < kLanes; ++lane) {
-    if (context.mask >> lane & 1) context.warp.copy_groups[lane].push_back(context.machine.Time(context.cta, slot));
+    if (!(context.mask >> lane & 1)) continue;
+    auto& groups = context.warp.copy_groups[lane];
+    // Who waits for the second oldest waits for the oldest as well.
+    if (groups.size() >= kMaxGroups) groups.pop_front();
+    groups.push_back(context.machine.Time(context.cta, slot));
   }
   return Outcome::kNext;
 }
@@ -553,6 +637,66 @@ Outcome WaitCopyGroup(Context& context, const Inst& inst) {
   return Outcome::kNext;
 }
 
+// An mbarrier's arrival when the copies that its thread has issued are done. They are, as far as values go, so that
+// only what is ordered behind them waits. mode[1]: .noinc, that is the arrival is one of those that a phase expects.
+Outcome ArriveAfterCopies(Context& context, const Inst& inst) {
+  Machine& machine = context.machine;
+  const auto slot = static_cast<Slot>(context.cta.first_slot + context.warp.index * kWarpSlots + kAsyncCopySlot);
+  for (int lane = 0; lane < kLanes; ++lane) {
+    if (!(context.mask >> lane & 1)) continue;
+    const uint32_t address =
+        OwnRank(context, static_cast<uint32_t>(LaneValue(context, inst.source[0], lane) + inst.immediate[0]), false);
+    MBarrier* barrier = machine.FindBarrier(context.cta, address);
+    if (barrier == nullptr || (inst.mode[1] && barrier->pending == 0)) {
+      machine.Misuse(context, lane, barrier == nullptr
+                                        ? "there is no initialised mbarrier at shared address " + Hex(address) + "."
+                                        : "more arrivals at an mbarrier than a phase expects.");
+      return Outcome::kMoved;
+    }
+    VectorClock clock(context.cta.cluster->times.size());
+    clock.SetSeen(slot, machine.Time(context.cta, slot));
+    if (!inst.mode[1]) ++barrier->pending;
+    machine.Arrive(context.cta, *barrier, 1, clock);
+  }
+  return Outcome::kNext;
+}
+
+// st.async: stores a lane's values in shared memory of the cluster, and signals their bytes. source[0] address,
+// source[3] mbarrier, the list: values; mode[1]: bytes of one; mode[3]: the mbarrier's offset.
+Outcome StoreAsync(Context& context, const Inst& inst) {
+  if (!SlotsAreFree(context)) return Outcome::kBlocked;
+  Machine& machine = context.machine;
+  const uint32_t size = inst.mode[1] * inst.source_count;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    if (!(context.mask >> lane & 1)) continue;
+    const auto to = static_cast<uint32_t>(LaneValue(context, inst.source[0], lane) + inst.immediate[0]);
+    const auto barrier = static_cast<uint32_t>(LaneValue(context, inst.source[3], lane) + inst.mode[3]);
+    std::optional<Machine::SharedPlace> place, signal;
+    if (!CheckShared(context, lane, to, size, size, &place) || !CheckShared(context, lane, barrier, 8, 8, &signal)) {
+      return Outcome::kMoved;
+    }
+    if (place->cta != signal->cta) {
+      machine.Misuse(context, lane, "st.async signals an mbarrier of another CTA than the one it stores to.");
+      return Outcome::kMoved;
+    }
+    std::array<uint8_t, 32> bytes = {};
+    for (uint32_t i = 0; i < inst.source_count; ++i) {
+      const uint64_t value = LaneValue(context, machine.program().refs[inst.first_source + i], lane);
+      std::memcpy(bytes.data() + i * inst.mode[1], &value, inst.mode[1]);
+    }
+    auto operation = machine.NewOperation(context, lane, "st.async", machine.TakeCopySlot(context.cta));
+    operation->run = [&machine, place = *place, signal = *signal, bytes, size](Operation& self) {
+      machine.AccessShared(self, place, size, true);
+      std::memcpy(place.cta->shared.data() + place.offset, bytes.data(), size);
+      Complete(machine, self, {signal}, size);
+    };
+    Enqueue(context, std::move(operation));
+  }
+  return Outcome::kNext;
+}
+
+Outcome Nothing(Context&, const Inst&) { return Outcome::kNext; }
+
 // ---- Decoding
 
 bool TakeReduction(Parts& parts, uint32_t* mode) {
@@ -570,7 +714,8 @@ bool TakeReduction(Parts& parts, uint32_t* mode) {
 bool TakeReductionType(Parts& parts, uint32_t* mode) {
   static constexpr std::pair<std::string_view, ReduceType> kTypes[] = {
       {"f32", ReduceType::kF32}, {"s32", ReduceType::kS32}, {"u32", ReduceType::kU32}, {"b32", ReduceType::kU32},
-      {"s64", ReduceType::kS64}, {"u64", ReduceType::kU64}, {"b64", ReduceType::kU64}, {"f64", ReduceType::kF64}};
+      {"s64", ReduceType::kS64}, {"u64", ReduceType::kU64}, {"b64", ReduceType::kU64}, {"f64", ReduceType::kF64},
+      {"f16", ReduceType::kF16}, {"bf16", ReduceType::kBf16}};
   for (const auto& [name, type] : kTypes) {
     if (!parts.Take(name)) continue;
     *mode |= static_cast<uint32_t>(type);
@@ -609,12 +754,18 @@ void DecodeBulk(Decoder& decoder, Parts& parts, bool is_reduce) {
     if (!parts.Take("bulk_group")) decoder.Fail("a bulk copy to global memory completes by .bulk_group.");
     const bool policy = parts.Take("L2::cache_hint");
     if (is_reduce && !tensor) {
-      if (!TakeReduction(parts, &inst.mode[2]) || parts.Is("noftz") || !TakeReductionType(parts, &inst.mode[2])) {
+      // An addition of halves, and nothing else, has .noftz.
+      bool known = TakeReduction(parts, &inst.mode[2]);
+      const bool noftz = parts.Take("noftz");
+      known = known && TakeReductionType(parts, &inst.mode[2]);
+      const auto operation = static_cast<ReduceOperation>(inst.mode[2] >> 8);
+      const auto type = static_cast<ReduceType>(inst.mode[2] & 0xff);
+      const bool is_half_sum =
+          operation == ReduceOperation::kAdd && (type == ReduceType::kF16 || type == ReduceType::kBf16);
+      if (!known || noftz != is_half_sum || !IsReduction(operation, type)) {
         decoder.Fail("this reduction is not supported.");
       }
     }
-    // Of a tensor the map knows the type.
-    if (is_reduce && tensor) inst.mode[2] |= static_cast<uint32_t>(ReduceType::kF32);
     const size_t operands = (tensor ? 2 : 3) + policy;
     decoder.ExpectOperands(operands, operands);
     if (tensor) {
@@ -660,11 +811,43 @@ void DecodeBulk(Decoder& decoder, Parts& parts, bool is_reduce) {
   inst.mode[0] = flags;
 }
 
+void DecodeStoreAsync(Decoder& decoder, Parts& parts) {
+  Inst& inst = decoder.inst();
+  parts.Take("weak");
+  parts.Take("shared::cluster");
+  if (!parts.Take("mbarrier::complete_tx::bytes")) {
+    decoder.Fail("st.async completes by .mbarrier::complete_tx::bytes.");
+  }
+  const uint32_t count = parts.Take("v2") ? 2 : parts.Take("v4") ? 4 : 1;
+  static constexpr std::pair<std::string_view, int> kTypes[] = {{"b32", 32}, {"u32", 32}, {"s32", 32}, {"f32", 32},
+                                                                {"b64", 64}, {"u64", 64}, {"s64", 64}, {"f64", 64}};
+  int bits = 0;
+  for (const auto& [name, width] : kTypes) {
+    if (bits == 0 && parts.Take(name)) bits = width;
+  }
+  if (bits == 0) decoder.Fail("st.async stores types of 32 or 64 bits.");
+  decoder.ExpectOperands(3, 3);
+  inst.source[0] = decoder.Address(decoder.Operand(0), &inst.immediate[0]);
+  decoder.SourceList(decoder.Operand(1), bits);
+  if (inst.source_count != count) decoder.Fail("the vector's length is not that of the type.");
+  int64_t offset = 0;
+  inst.source[3] = decoder.Address(decoder.Operand(2), &offset);
+  inst.mode[3] = static_cast<uint32_t>(offset);
+  inst.mode[1] = static_cast<uint32_t>(bits) / 8;
+  inst.execute = StoreAsync;
+  inst.describe_wait = WaitsForCopies;
+}
+
 }  // namespace
 
 bool DecodeCopy(Decoder& decoder, Parts parts) {
   Inst& inst = decoder.inst();
   const std::string_view name = parts.Next();
+  if (name == "st" && parts.Take("async")) {
+    DecodeStoreAsync(decoder, parts);
+    if (!parts.done()) decoder.Fail("modifier \"." + std::string(parts.Peek()) + "\" is not supported here.");
+    return true;
+  }
   if (name != "cp") return false;
   const bool is_reduce = parts.Take("reduce");
   if (!parts.Take("async")) return false;
@@ -676,10 +859,29 @@ bool DecodeCopy(Decoder& decoder, Parts parts) {
       inst.mode[0] = parts.Take("read");
       decoder.ExpectOperands(1, 1);
       inst.immediate[0] = decoder.Constant(decoder.Operand(0));
+      if (inst.immediate[0] < 0) decoder.Fail("the number of groups cannot be negative.");
       inst.execute = WaitBulkGroup;
       inst.describe_wait = WaitsForBulkGroup;
     } else if (parts.Take("prefetch")) {
-      decoder.Fail("cp.async.bulk.prefetch is not supported.");
+      // A hint, whose operands are checked no further.
+      const bool tensor = parts.Take("tensor");
+      std::string_view rank;
+      if (tensor) rank = parts.Next();
+      if (!parts.Take("L2") || !parts.Take("global")) decoder.Fail("it prefetches to .L2 from .global.");
+      if (tensor) parts.Take("tile");
+      const bool policy = parts.Take("L2::cache_hint");
+      const size_t operands = (tensor ? 1 : 2) + policy;
+      decoder.ExpectOperands(operands, operands);
+      if (tensor) {
+        DecodeTensorOperand(decoder, decoder.Operand(0), 0, 0);
+        if (rank != std::to_string(inst.source_count) + "d") {
+          decoder.Fail("the number of coordinates is not that of the opcode.");
+        }
+      } else {
+        inst.source[0] = decoder.Address(decoder.Operand(0), &inst.immediate[0]);
+        inst.source[1] = decoder.Source(decoder.Operand(1), 32);
+      }
+      inst.execute = Nothing;
     } else {
       DecodeBulk(decoder, parts, is_reduce);
     }
@@ -690,7 +892,16 @@ bool DecodeCopy(Decoder& decoder, Parts parts) {
     const bool all = parts.Take("wait_all");
     decoder.ExpectOperands(all ? 0 : 1, all ? 0 : 1);
     inst.immediate[0] = all ? -1 : decoder.Constant(decoder.Operand(0));
+    if (!all && inst.immediate[0] < 0) decoder.Fail("the number of groups cannot be negative.");
     inst.execute = WaitCopyGroup;
+  } else if (parts.Take("mbarrier")) {
+    if (!parts.Take("arrive")) decoder.Fail("cp.async.mbarrier arrives.");
+    inst.mode[1] = parts.Take("noinc");
+    if (!parts.Take("shared")) parts.Take("shared::cta");
+    if (!parts.Take("b64")) decoder.Fail("it ends in .b64.");
+    decoder.ExpectOperands(1, 1);
+    inst.source[0] = decoder.Address(decoder.Operand(0), &inst.immediate[0]);
+    inst.execute = ArriveAfterCopies;
   } else if (parts.Take("ca") || parts.Take("cg")) {
     if (!parts.Take("shared")) parts.Take("shared::cta");
     if (!parts.Take("global")) decoder.Fail("cp.async copies from .global to .shared.");

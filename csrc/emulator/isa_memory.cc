@@ -2,7 +2,9 @@
 //
 // Source: PTX ISA 9.0, 9.7.9 (Data movement), 9.7.13.4-6 (membar, atom, red), 9.7.13.15 (mbarrier).
 
+#include <algorithm>
 #include <bit>
+#include <cstdio>
 #include <cstring>
 
 #include "csrc/emulator/machine.h"
@@ -79,16 +81,20 @@ uint8_t* Find(Context& context, Area area, uint64_t address, uint32_t size, int 
                              ? machine.FindShared(context.cta, static_cast<uint32_t>(address), size)
                              : std::nullopt;
       if (!place || (area == Area::kShared && place->cta != &context.cta)) return fail("shared");
-      if (checked) machine.AccessShared(context, lane, *place, size, write);
+      if (checked) {
+        if (write) machine.CheckBarriers(context, lane, *place, size);
+        machine.AccessShared(context, lane, *place, size, write);
+      }
       return place->cta->shared.data() + place->offset;
     }
     case Area::kLocal: {
       const uint32_t bytes = machine.program().local_bytes;
-      if (address + size > bytes) return fail("local");
+      if (address > bytes || size > bytes - address) return fail("local");
       return context.warp.local.data() + size_t{bytes} * lane + address;
     }
     case Area::kParam: {
-      if (write || address + size > machine.launch().parameters.size()) return fail("parameter");
+      const uint64_t bytes = machine.launch().parameters.size();
+      if (write || address > bytes || size > bytes - address) return fail("parameter");
       return const_cast<uint8_t*>(machine.launch().parameters.data()) + address;
     }
     case Area::kConst: {
@@ -98,8 +104,13 @@ uint8_t* Find(Context& context, Area area, uint64_t address, uint32_t size, int 
     }
     default: {
       uint8_t* bytes = machine.FindGlobal(address, size, write);
-      if (bytes == nullptr) return fail("global");
-      return bytes;
+      if (bytes != nullptr) return bytes;
+      const Buffer* buffer = nullptr;
+      if (!write || machine.FindGlobal(address, size, false, &buffer) == nullptr) return fail("global");
+      machine.Misuse(context, lane, "a store to global address " + Hex(address) + " (" + std::to_string(size) +
+                                        " bytes) changes \"" + buffer->name + "\", which is read-only.",
+                     true, Report::Kind::kMemory);
+      return nullptr;
     }
   }
 }
@@ -112,7 +123,10 @@ void Put(Context& context, const Ref& ref, int lane, const uint8_t* from, uint32
     value = static_cast<uint64_t>(static_cast<int64_t>(value << shift) >> shift);
   }
   if (ref.bits == 128) {
-    std::memcpy(context.MutableRow(ref) + 4 * lane, from, 16);
+    uint8_t wide[16] = {};
+    std::memcpy(wide, &value, 8);
+    if (size == 16) std::memcpy(wide, from, 16);
+    std::memcpy(context.MutableRow(ref) + 4 * lane, wide, 16);
   } else if (ref.bits == 64) {
     context.MutableWide(ref)[lane] = value;
   } else {
@@ -122,7 +136,7 @@ void Put(Context& context, const Ref& ref, int lane, const uint8_t* from, uint32
 
 void Get(const Context& context, const Ref& ref, int lane, uint8_t* to, uint32_t size) {
   if (ref.bits == 128) {
-    std::memcpy(to, context.Row(ref) + 4 * lane, 16);
+    std::memcpy(to, context.Row(ref) + 4 * lane, size);
   } else if (ref.bits == 64) {
     std::memcpy(to, &context.Wide(ref)[lane], size);
   } else {
@@ -176,6 +190,7 @@ struct ValueType {
   uint32_t bits = 0;
   bool is_signed = false;
   bool is_float = false;
+  uint32_t half = 0;  // of two packed numbers: 1 + their HalfType
 };
 
 bool TakeType(Parts& parts, ValueType* type) {
@@ -188,8 +203,8 @@ bool TakeType(Parts& parts, ValueType* type) {
                 {"f16", {16, false, true}},   {"bf16", {16, false, true}},  {"b32", {32, false, false}},
                 {"u32", {32, false, false}},  {"s32", {32, true, false}},   {"f32", {32, false, true}},
                 {"b64", {64, false, false}},  {"u64", {64, false, false}},  {"s64", {64, true, false}},
-                {"f64", {64, false, true}},   {"b128", {128, false, false}}, {"f16x2", {32, false, true}},
-                {"bf16x2", {32, false, true}}};
+                {"f64", {64, false, true}},   {"b128", {128, false, false}}, {"f16x2", {32, false, true, 1}},
+                {"bf16x2", {32, false, true, 2}}};
   for (const auto& one : kTypes) {
     if (one.name != name) continue;
     *type = one.type;
@@ -227,6 +242,7 @@ void DecodeLoadStore(Decoder& decoder, Parts& parts, bool is_load) {
   ValueType type;
   if (!TakeType(parts, &type)) decoder.Fail("expected a type, not \"." + std::string(parts.Peek()) + "\".");
   decoder.ExpectOperands(2, 3);  // a third is a cache policy
+  if (count * type.bits > 256) decoder.Fail("a lane moves at most 256 bits.");
   inst.mode[0] = static_cast<uint32_t>(area);
   inst.mode[1] = type.bits / 8;
   inst.mode[2] = type.is_signed;
@@ -266,6 +282,11 @@ uint64_t Combine(uint32_t operation, const ValueType& type, uint64_t old, uint64
   };
   switch (operation) {
     case kAdd:
+      if (type.half != 0) {
+        const auto half = static_cast<HalfType>(type.half - 1);
+        const auto sum = [half](uint16_t a, uint16_t b) { return HalfAdd(half, a, b); };
+        return PerHalf(sum, static_cast<uint32_t>(old), static_cast<uint32_t>(x));
+      }
       if (type.is_float) return type.bits == 64 ? floats(double()) : floats(float());
       return old + x;
     case kExchange:
@@ -291,10 +312,11 @@ uint64_t Combine(uint32_t operation, const ValueType& type, uint64_t old, uint64
   }
 }
 
-// mode[0]: area, mode[1]: operation, mode[2]: type's bits | signed << 8 | float << 9, mode[3]: has a result.
+// mode[0]: area, mode[1]: operation, mode[2]: type's bits | signed << 8 | float << 9 | half << 10.
 Outcome Atomic(Context& context, const Inst& inst) {
   const auto area = static_cast<Area>(inst.mode[0]);
-  const ValueType type{inst.mode[2] & 0xff, (inst.mode[2] >> 8 & 1) != 0, (inst.mode[2] >> 9 & 1) != 0};
+  const ValueType type{inst.mode[2] & 0xff, (inst.mode[2] >> 8 & 1) != 0, (inst.mode[2] >> 9 & 1) != 0,
+                       inst.mode[2] >> 10};
   const uint32_t size = type.bits / 8;
   const Program& program = context.machine.program();
   for (int lane = 0; lane < kLanes; ++lane) {
@@ -339,20 +361,19 @@ void DecodeAtomic(Decoder& decoder, Parts& parts, bool has_result) {
   }
   if (!known) decoder.Fail("atomic operation \"" + std::string(name) + "\" is not supported.");
   TakeOrdering(parts, &ordered);
-  parts.Take("noftz");
+  const bool noftz = parts.Take("noftz");
   const uint32_t count = parts.Take("v2") ? 2 : parts.Take("v4") ? 4 : 1;
   ValueType type;
   if (!TakeType(parts, &type) || type.bits < 32 || type.bits > 64 || (type.is_float && inst.mode[1] != kAdd)) {
     decoder.Fail("this type is not supported in an atomic operation.");
   }
-  if (type.is_float && decoder.statement().opcode.ends_with("x2")) {
-    decoder.Fail("packed 16-bit atomics are not supported.");
-  }
+  if (noftz != (type.half != 0)) decoder.Fail("packed numbers of 16 bits, and no others, need \".noftz\".");
   inst.mode[0] = static_cast<uint32_t>(area);
   inst.mode[2] = type.bits | static_cast<uint32_t>(type.is_signed) << 8 | static_cast<uint32_t>(type.is_float) << 9;
+  inst.mode[2] |= type.half << 10;
   size_t at = 0;
   const int bits = static_cast<int>(type.bits);
-  if (has_result) inst.destination[0] = decoder.Destination(decoder.Operand(at++), bits, true);
+  if (has_result) inst.destination[0] = decoder.DestinationOrSink(decoder.Operand(at++), bits, true);
   inst.source[0] = decoder.Address(decoder.Operand(at++), &inst.immediate[0]);
   if (count > 1) {
     decoder.SourceList(decoder.Operand(at++), bits, true);
@@ -437,7 +458,10 @@ Outcome BarrierInit(Context& context, const Inst& inst) {
     barrier.expected = count[lane];
     barrier.pending = count[lane];
     context.cta.mbarriers[place->offset] = std::move(barrier);
-    context.warp.unfenced_barriers.push_back(place->offset);
+    context.cta.first_barrier = std::min(context.cta.first_barrier, place->offset);
+    context.cta.last_barrier = std::max(context.cta.last_barrier, place->offset);
+    auto& unfenced = context.warp.unfenced_barriers;
+    if (std::find(unfenced.begin(), unfenced.end(), place->offset) == unfenced.end()) unfenced.push_back(place->offset);
   }
   return Outcome::kNext;
 }
@@ -458,6 +482,10 @@ constexpr uint32_t kExpects = 1, kArrives = 2, kDrops = 4, kRelaxed = 8, kHasOpe
 Outcome BarrierArrive(Context& context, const Inst& inst) {
   Machine& machine = context.machine;
   const VectorClock none;
+  // Lanes that know the same and arrive at the same phase of the same barrier hand it over once.
+  const MBarrier* last = nullptr;
+  const Knowledge* last_known = nullptr;
+  uint64_t last_phase = 0;
   for (int lane = 0; lane < kLanes; ++lane) {
     if (!(context.mask >> lane & 1)) continue;
     MBarrier* barrier = BarrierOf(context, inst, lane);
@@ -483,7 +511,12 @@ Outcome BarrierArrive(Context& context, const Inst& inst) {
       }
       if (inst.mode[1] & kDrops) barrier->expected -= count;
       const bool relaxed = inst.mode[1] & kRelaxed;
-      machine.Arrive(context.cta, *barrier, count, relaxed ? none : machine.KnowledgeOfLane(context.warp, lane).clock);
+      const Knowledge& known = machine.KnowledgeOfLane(context.warp, lane);
+      const bool again = barrier == last && &known == last_known && barrier->phase == last_phase;
+      last = barrier;
+      last_known = &known;
+      last_phase = barrier->phase;
+      machine.Arrive(context.cta, *barrier, count, relaxed || again ? none : known.clock);
     }
   }
   if (inst.mode[1] & kArrives) machine.Advance(context.warp, context.mask);
@@ -624,6 +657,13 @@ Outcome RankOfAddress(Context& context, const Inst& inst) {
   return Outcome::kNext;
 }
 
+Outcome CreatePolicy(Context& context, const Inst& inst) {
+  for (int lane = 0; lane < kLanes; ++lane) {
+    if (context.mask >> lane & 1) context.MutableWide(inst.destination[0])[lane] = 0;
+  }
+  return Outcome::kNext;
+}
+
 Outcome Nothing(Context&, const Inst&) { return Outcome::kNext; }
 
 }  // namespace
@@ -689,6 +729,14 @@ bool DecodeMemory(Decoder& decoder, Parts parts) {
     inst.destination[0] = decoder.Destination(decoder.Operand(0), 32);
     inst.source[0] = decoder.Source(decoder.Operand(1), bits);
     inst.execute = RankOfAddress;
+  } else if (name == "createpolicy") {
+    // A cache policy, which is opaque to kernels and has no effect here.
+    if (!parts.Take("fractional")) decoder.Fail("only createpolicy.fractional is supported.");
+    while (parts.Peek().starts_with("L2::evict")) parts.Next();
+    if (!parts.Take("b64")) decoder.Fail("a cache policy is a .b64.");
+    decoder.ExpectOperands(1, 2);
+    inst.destination[0] = decoder.Destination(decoder.Operand(0), 64);
+    inst.execute = CreatePolicy;
   } else if (name == "prefetch" || name == "prefetchu" || name == "discard" || name == "applypriority") {
     // Hints about caches, which are not modelled.
     while (!parts.done()) parts.Next();

@@ -81,7 +81,7 @@ Outcome Warpgroup(Context& context, const Inst& inst) {
     if (machine.options().check_races) {
       const auto size = static_cast<uint32_t>(context.cta.shared.size());
       ForEachChunk(descriptor, major, rows, [&](uint32_t address) {
-        if (address + 16 <= size) machine.CheckShared(access, clock, {&context.cta, address}, 16, false);
+        if (size >= 16 && address <= size - 16) machine.CheckShared(access, clock, {&context.cta, address}, 16, false);
       });
     }
     return GatherOperand(descriptor, major, rows, context.cta.shared, operand);
@@ -119,7 +119,10 @@ Outcome WarpgroupFence(Context& context, const Inst&) {
 
 Outcome WarpgroupCommit(Context& context, const Inst&) {
   if (!WholeWarp(context)) return Outcome::kBlocked;
-  context.warp.warpgroup_groups.push_back(context.machine.Time(context.cta, WarpgroupSlot(context)));
+  auto& groups = context.warp.warpgroup_groups;
+  // Who waits for the second oldest waits for the oldest as well.
+  if (groups.size() >= kMaxGroups) groups.pop_front();
+  groups.push_back(context.machine.Time(context.cta, WarpgroupSlot(context)));
   return Outcome::kNext;
 }
 
@@ -175,6 +178,7 @@ uint8_t* MatrixRow(Context& context, const Inst& inst, int matrix, int row, bool
                            Report::Kind::kMemory);
     return nullptr;
   }
+  if (write) context.machine.CheckBarriers(context, lane, *place, 16);
   context.machine.AccessShared(context, lane, *place, 16, write);
   return place->cta->shared.data() + place->offset;
 }
@@ -294,6 +298,7 @@ bool DecodeMatrix(Decoder& decoder, Parts parts) {
       } else if (what == "wait_group") {
         decoder.ExpectOperands(1, 1);
         inst.immediate[0] = decoder.Constant(decoder.Operand(0));
+        if (inst.immediate[0] < 0) decoder.Fail("the number of groups cannot be negative.");
         inst.execute = WarpgroupWait;
       } else {
         decoder.Fail("wgmma." + std::string(what) + " is not supported.");

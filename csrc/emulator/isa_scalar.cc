@@ -747,7 +747,7 @@ void DecodeVectorMove(Form& form, Type type) {
     inst.source[0] = form.Source(form.operand(1), type);
     for (size_t i = 0; i < count; ++i) {
       (i < 2 ? inst.destination[i] : inst.source[i - 1]) =
-          form.decoder.Destination(vector.elements[i], bits, any_width);
+          form.decoder.DestinationOrSink(vector.elements[i], bits, any_width);
     }
   }
 }

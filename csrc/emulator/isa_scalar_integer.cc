@@ -368,7 +368,7 @@ void DecodeLogic3(Form& form) {
   inst.mode[1] = is_and;
   const ptx::Operand& pair = form.operand(0);
   if (pair.kind != ptx::Operand::Kind::kPair) form.decoder.Fail("it has two results, d|p.");
-  inst.destination[0] = form.decoder.Destination(pair.elements[0], 32);
+  inst.destination[0] = form.decoder.DestinationOrSink(pair.elements[0], 32);
   inst.destination[1] = form.decoder.PredicateDestination(pair.elements[1]);
   inst.source[3] = form.decoder.PredicateSource(form.operand(5));
 }

@@ -24,6 +24,9 @@ Slot WarpSlot(const Context& context, int which) {
 
 Slot PipeSlot(const Cta& cta) { return static_cast<Slot>(cta.first_slot + cta.warps.size() * kWarpSlots); }
 
+// A kernel may issue for ever and never wait: the pipe takes this many operations.
+bool PipeIsFull(const Cta& cta) { return cta.tensor_pipe.size() >= 1024; }
+
 // An instruction that a whole warp executes together.
 bool WholeWarp(const Context& context) { return (context.warp.live & ~context.mask) == 0; }
 
@@ -130,7 +133,7 @@ std::string ReadOperand(Machine& machine, const Operation& self, Cta& cta, const
     const Access access = self.access();
     const auto size = static_cast<uint32_t>(cta.shared.size());
     ForEachChunk(descriptor, major, rows, [&](uint32_t address) {
-      if (address + 16 <= size) machine.CheckShared(access, self.clock, {&cta, address}, 16, false);
+      if (size >= 16 && address <= size - 16) machine.CheckShared(access, self.clock, {&cta, address}, 16, false);
     });
   }
   return GatherOperand(descriptor, major, rows, cta.shared, operand);
@@ -158,10 +161,12 @@ void Multiply(Machine& machine, Operation& self, const Product& product) {
   const uint32_t lane = product.d >> 16, column = product.d & 0xffff;
   for (Cta* cta : ctas) {
     if (!fault.empty()) break;
-    // Of a pair's 128 rows each CTA has 64, whose second half of columns lies in the upper 64 lanes.
+    // Of a pair's 128 rows each CTA has 64, whose second half of columns lies in the upper 64 lanes. The 64 rows of
+    // one CTA lie in 16 lanes of each quarter, the lower or the upper ones.
+    const bool scattered = rows == 64 && product.cta_group == 1;
     const bool folded = rows == 64 && product.cta_group == 2;
     const uint32_t columns = static_cast<uint32_t>(folded ? shape.n / 2 : shape.n);
-    if (cta->tensor.empty() || !Allocated(*cta, column, columns) || lane != 0) {
+    if (cta->tensor.empty() || !Allocated(*cta, column, columns) || (lane != 0 && !(scattered && lane == 16))) {
       fault = "tcgen05.mma writes columns [" + std::to_string(column) + ", " + std::to_string(column + columns) +
               ") from lane " + std::to_string(lane) + " of tensor memory, which are not all allocated.";
       break;
@@ -182,18 +187,20 @@ void Multiply(Machine& machine, Operation& self, const Product& product) {
     }
     MmaOptions options{.a_type = shape.a_type, .b_type = shape.b_type, .negate_a = shape.negate_a,
                        .negate_b = shape.negate_b, .accumulate = product.accumulate};
-    const int parts = folded ? 2 : 1;
+    const int parts = folded ? 2 : scattered ? 4 : 1;
     for (int part = 0; part < parts; ++part) {
-      for (int row = 0; row < rows; ++row) {
-        const auto at = static_cast<uint32_t>(row + 64 * part);
+      const uint32_t first_lane = folded ? 64 * part : scattered ? lane + 32 * part : 0;
+      const int rows_of_part = scattered ? 16 : rows;
+      for (int row = 0; row < rows_of_part; ++row) {
+        const uint32_t at = first_lane + static_cast<uint32_t>(row);
         machine.AccessTensor(access, self.clock, *self.cta, self.warp, *cta, at, column, columns, true);
       }
       MmaOperands operands;
-      operands.m = rows;
+      operands.m = rows_of_part;
       operands.n = static_cast<int>(columns);
-      operands.a = a;
-      operands.b = b + part * static_cast<int>(columns) * kMmaK;
-      operands.d = reinterpret_cast<float*>(&cta->tensor[static_cast<size_t>(64 * part) * kTensorColumns + column]);
+      operands.a = a + (scattered ? part * rows_of_part * kMmaK : 0);
+      operands.b = b + (folded ? part * static_cast<int>(columns) * kMmaK : 0);
+      operands.d = reinterpret_cast<float*>(&cta->tensor[static_cast<size_t>(first_lane) * kTensorColumns + column]);
       operands.d_stride = kTensorColumns;
       MmaBlackwell(options, operands);
     }
@@ -205,6 +212,7 @@ void Multiply(Machine& machine, Operation& self, const Product& product) {
 // source[4] predicate: whether D is added. mode[0]: CTA group; mode[1]: A is in tensor memory; mode[2]: D is
 // added if there is no predicate. immediate: offsets of D and A.
 Outcome Mma(Context& context, const Inst& inst) {
+  if (PipeIsFull(context.cta)) return Outcome::kBlocked;
   Machine& machine = context.machine;
   for (int lane = 0; lane < kLanes; ++lane) {
     if (!(context.mask >> lane & 1)) continue;
@@ -215,8 +223,8 @@ Outcome Mma(Context& context, const Inst& inst) {
     product.d = static_cast<uint32_t>(LaneValue(context, inst.source[0], lane) + inst.immediate[0]);
     const auto bits = static_cast<uint32_t>(LaneValue(context, inst.source[3], lane));
     std::string fault = DecodeInstructionDescriptor(bits, product.cta_group, &product.descriptor);
-    if (fault.empty() && product.descriptor.m / product.cta_group == 64 && product.cta_group == 1) {
-      fault = "M = 64 of one CTA is not supported.";
+    if (fault.empty() && product.descriptor.m == 64 && product.a_in_tensor) {
+      fault = "M = 64 with A in tensor memory is not supported.";
     }
     if (fault.empty() && !product.descriptor.d_is_f32) fault = "f16 accumulators are not supported.";
     const uint64_t a = LaneValue(context, inst.source[1], lane) + static_cast<uint64_t>(inst.immediate[1]);
@@ -228,7 +236,7 @@ Outcome Mma(Context& context, const Inst& inst) {
     if (fault.empty()) {
       fault = DecodeMatrixDescriptor(LaneValue(context, inst.source[2], lane), DescriptorForm::kBlackwell, &product.b);
     }
-    if (fault.empty() && product.cta_group == 2 && context.cta.cluster->ctas.size() < 2) {
+    if (fault.empty() && product.cta_group == 2 && (context.cta.rank | 1) >= context.cta.cluster->ctas.size()) {
       fault = "cta_group::2 needs a cluster of two CTAs.";
     }
     for (uint32_t i = 0; i < inst.source_count && fault.empty(); ++i) {
@@ -250,6 +258,7 @@ Outcome Mma(Context& context, const Inst& inst) {
 
 // Arrives at the mbarrier when all that its thread has issued is done. mode[1]: multicast.
 Outcome Commit(Context& context, const Inst& inst) {
+  if (PipeIsFull(context.cta)) return Outcome::kBlocked;
   Machine& machine = context.machine;
   for (int lane = 0; lane < kLanes; ++lane) {
     if (!(context.mask >> lane & 1)) continue;
@@ -295,14 +304,46 @@ Outcome Commit(Context& context, const Inst& inst) {
 
 // ---- Tensor memory and registers
 
-// The lane at which the warp's quadrant starts and the column, checked; false after a report.
-bool Quadrant(Context& context, uint32_t address, uint32_t columns, uint32_t* lane, uint32_t* column) {
-  *lane = static_cast<uint32_t>(context.warp.index % 4) * 32;
+// Shapes of tcgen05.ld and st (9.7.16.2.3.1), which say where register r of thread t lies.
+enum Shape : uint32_t { k32x32, k16x64, k16x128, k16x256, k16x32x2 };
+
+struct Cell {
+  uint32_t lane, column;  // from the address
+};
+
+// `split`: how far apart the halves of k16x32x2 are.
+Cell CellOf(uint32_t shape, uint32_t t, uint32_t r, uint32_t split) {
+  switch (shape) {
+    case k16x64:
+      return {t / 4 + t % 2 * 8, r * 2 + t / 2 % 2};
+    case k16x128:
+      return {t / 4 + r % 2 * 8, r / 2 * 4 + t % 4};
+    case k16x256:
+      return {t / 4 + r / 2 % 2 * 8, r / 4 * 8 + t % 4 * 2 + r % 2};
+    case k16x32x2:
+      return {t % 16, r + t / 16 * split};
+    default:
+      return {t, r};
+  }
+}
+
+// Consecutive columns of a lane that `registers` of the shape take; k16x32x2 takes as many from `split` on. With
+// .pack::16b and .unpack::16b a register is the lower halves of two columns.
+uint32_t ColumnsOf(const Inst& inst, uint32_t registers) {
+  const uint32_t columns = inst.mode[0] == k32x32 || inst.mode[0] == k16x32x2 ? registers : 2 * registers;
+  return inst.mode[1] ? 2 * columns : columns;
+}
+
+// The lane at which the warp's part starts and the column, checked; false after a report.
+bool Quadrant(Context& context, const Inst& inst, uint32_t address, uint32_t columns, uint32_t* lane,
+              uint32_t* column) {
+  const uint32_t quarter = static_cast<uint32_t>(context.warp.index % 4) * 32;
+  *lane = address >> 16;
   *column = address & 0xffff;
   const int first = std::countr_zero(context.mask);
-  if (address >> 16 != *lane) {
+  if (*lane != quarter && (inst.mode[0] == k32x32 || *lane != quarter + 16)) {
     context.machine.Misuse(context, first, "warp " + std::to_string(context.warp.index) + " reaches lanes " +
-                                               std::to_string(*lane) + " to " + std::to_string(*lane + 31) +
+                                               std::to_string(quarter) + " to " + std::to_string(quarter + 31) +
                                                " of tensor memory only, but its address names lane " +
                                                std::to_string(address >> 16) + ".");
     return false;
@@ -336,30 +377,56 @@ VectorClock UnitClock(Context& context, Slot slot, uint32_t time) {
   return clock;
 }
 
-// 32x32b: register r of thread t is column r of lane t.
+// Checks and notes what a warp's load or store touches; false after a report. mode[0]: the shape; mode[1]: whether
+// registers are packed; immediate[1]: the offset between the halves of k16x32x2.
+bool AccessTile(Context& context, const Inst& inst, uint32_t registers, Slot slot, bool write, uint32_t* lane,
+                uint32_t* column) {
+  Machine& machine = context.machine;
+  const uint32_t shape = inst.mode[0], columns = ColumnsOf(inst, registers);
+  const uint32_t halves = shape == k16x32x2 ? 2 : 1;
+  uint32_t address;
+  if (!SameAddress(context, inst, &address)) return false;
+  for (uint32_t half = 0; half < halves; ++half) {
+    const auto start = address + half * static_cast<uint32_t>(inst.immediate[1]);
+    if (!Quadrant(context, inst, start, columns, lane, column)) return false;
+  }
+  *column = address & 0xffff;
+  const uint32_t time = ++machine.Time(context.cta, slot);
+  const VectorClock clock = UnitClock(context, slot, time);
+  for (uint32_t t = 0; t < (shape == k32x32 ? 32u : 16u); ++t) {
+    for (uint32_t half = 0; half < halves; ++half) {
+      machine.AccessTensor({time, slot, static_cast<uint8_t>(t), true, context.group.pc}, clock, context.cta,
+                           context.warp.index, context.cta, *lane + t,
+                           *column + half * static_cast<uint32_t>(inst.immediate[1]), columns, write);
+    }
+  }
+  return true;
+}
+
 Outcome LoadTensor(Context& context, const Inst& inst) {
   if (!WholeWarp(context)) return Outcome::kBlocked;
   Machine& machine = context.machine;
-  uint32_t address, lane, column;
-  const uint32_t columns = inst.destination_count;
-  if (!SameAddress(context, inst, &address) || !Quadrant(context, address, columns, &lane, &column)) {
+  uint32_t lane, column;
+  const uint32_t registers = inst.destination_count;
+  if (!AccessTile(context, inst, registers, WarpSlot(context, kTensorLoadSlot), false, &lane, &column)) {
     return Outcome::kMoved;
-  }
-  const Slot slot = WarpSlot(context, kTensorLoadSlot);
-  const uint32_t time = ++machine.Time(context.cta, slot);
-  const VectorClock clock = UnitClock(context, slot, time);
-  for (uint32_t t = 0; t < kLanes; ++t) {
-    machine.AccessTensor({time, slot, static_cast<uint8_t>(t), true, context.group.pc}, clock, context.cta,
-                         context.warp.index, context.cta, lane + t, column, columns, false);
   }
   std::vector<uint64_t>& pending = context.warp.pending_rows;
   if (pending.empty()) pending.assign((machine.program().register_rows + 63) / 64, 0);
   const Ref* refs = &machine.program().refs[inst.first_destination];
   const uint32_t* from = &context.cta.tensor[lane * kTensorColumns + column];
-  for (uint32_t r = 0; r < columns; ++r) {
+  const auto split = static_cast<uint32_t>(inst.immediate[1]);
+  const bool plain = inst.mode[0] == k32x32 && inst.mode[1] == 0;
+  for (uint32_t r = 0; r < registers; ++r) {
     if (!refs[r]) continue;
     uint32_t* row = context.MutableRow(refs[r]);
-    for (uint32_t t = 0; t < kLanes; ++t) row[t] = from[t * kTensorColumns + r];
+    for (uint32_t t = 0; plain && t < kLanes; ++t) row[t] = from[t * kTensorColumns + r];
+    for (uint32_t t = 0; !plain && t < kLanes; ++t) {
+      const Cell cell = CellOf(inst.mode[0], t, r, split);
+      const uint32_t* lane_of_cell = from + cell.lane * kTensorColumns;
+      row[t] = inst.mode[1] ? lane_of_cell[2 * cell.column + 1] << 16 | (lane_of_cell[2 * cell.column] & 0xffff)
+                            : lane_of_cell[cell.column];
+    }
     const uint32_t number = refs[r].index / kRowWords;
     pending[number / 64] |= uint64_t{1} << (number % 64);
   }
@@ -368,24 +435,28 @@ Outcome LoadTensor(Context& context, const Inst& inst) {
 
 Outcome StoreTensor(Context& context, const Inst& inst) {
   if (!WholeWarp(context)) return Outcome::kBlocked;
-  Machine& machine = context.machine;
-  uint32_t address, lane, column;
-  const uint32_t columns = inst.source_count;
-  if (!SameAddress(context, inst, &address) || !Quadrant(context, address, columns, &lane, &column)) {
+  uint32_t lane, column;
+  const uint32_t registers = inst.source_count;
+  if (!AccessTile(context, inst, registers, WarpSlot(context, kTensorStoreSlot), true, &lane, &column)) {
     return Outcome::kMoved;
   }
-  const Slot slot = WarpSlot(context, kTensorStoreSlot);
-  const uint32_t time = ++machine.Time(context.cta, slot);
-  const VectorClock clock = UnitClock(context, slot, time);
-  for (uint32_t t = 0; t < kLanes; ++t) {
-    machine.AccessTensor({time, slot, static_cast<uint8_t>(t), true, context.group.pc}, clock, context.cta,
-                         context.warp.index, context.cta, lane + t, column, columns, true);
-  }
-  const Ref* refs = &machine.program().refs[inst.first_source];
+  const Ref* refs = &context.machine.program().refs[inst.first_source];
   uint32_t* to = &context.cta.tensor[lane * kTensorColumns + column];
-  for (uint32_t r = 0; r < columns; ++r) {
+  const auto split = static_cast<uint32_t>(inst.immediate[1]);
+  const bool plain = inst.mode[0] == k32x32 && inst.mode[1] == 0;
+  for (uint32_t r = 0; r < registers; ++r) {
     const uint32_t* row = context.Row(refs[r]);
-    for (uint32_t t = 0; t < kLanes; ++t) to[t * kTensorColumns + r] = row[t];
+    for (uint32_t t = 0; plain && t < kLanes; ++t) to[t * kTensorColumns + r] = row[t];
+    for (uint32_t t = 0; !plain && t < kLanes; ++t) {
+      const Cell cell = CellOf(inst.mode[0], t, r, split);
+      uint32_t* lane_of_cell = to + cell.lane * kTensorColumns;
+      if (inst.mode[1]) {
+        lane_of_cell[2 * cell.column] = row[t] & 0xffff;
+        lane_of_cell[2 * cell.column + 1] = row[t] >> 16;
+      } else {
+        lane_of_cell[cell.column] = row[t];
+      }
+    }
   }
   return Outcome::kNext;
 }
@@ -456,23 +527,43 @@ void DecodeMma(Decoder& decoder, Parts& parts) {
 void DecodeLoadStore(Decoder& decoder, Parts& parts, bool is_load) {
   Inst& inst = decoder.inst();
   if (!parts.Take("sync") || !parts.Take("aligned")) decoder.Fail("tcgen05.ld and st are .sync.aligned.");
-  if (!parts.Take("32x32b")) decoder.Fail("of the shapes, only .32x32b is supported.");
-  const std::string_view count = parts.Next();
-  uint32_t columns = 0;
-  for (uint32_t power = 1; power <= 128; power *= 2) {
-    if (count == "x" + std::to_string(power)) columns = power;
+  struct Name {
+    std::string_view name;
+    uint32_t shape, registers;  // of .x1
+  };
+  static constexpr Name kShapes[] = {
+      {"32x32b", k32x32, 1}, {"16x64b", k16x64, 1}, {"16x128b", k16x128, 2}, {"16x256b", k16x256, 4},
+      {"16x32bx2", k16x32x2, 1}};
+  uint32_t registers = 0;
+  for (const Name& one : kShapes) {
+    if (registers != 0 || !parts.Take(one.name)) continue;
+    inst.mode[0] = one.shape;
+    registers = one.registers;
   }
-  if (columns == 0) decoder.Fail("tcgen05.ld and st repeat .x1 to .x128.");
+  if (registers == 0) decoder.Fail("this shape is not supported.");
+  const std::string_view count = parts.Next();
+  uint32_t repeats = 0;
+  for (uint32_t power = 1; power * registers <= 128; power *= 2) {
+    if (count == "x" + std::to_string(power)) repeats = power;
+  }
+  if (repeats == 0) decoder.Fail("of this shape there is no ." + std::string(count) + ".");
+  registers *= repeats;
+  inst.mode[1] = parts.Take(is_load ? "pack::16b" : "unpack::16b");
+  if (inst.mode[1] && inst.mode[0] == k16x32x2) decoder.Fail("packing is not supported with this shape.");
   if (!parts.Take("b32")) decoder.Fail("tcgen05.ld and st move .b32.");
-  decoder.ExpectOperands(2, 2);
+  // The offset of the second half stands behind the address.
+  const bool split = inst.mode[0] == k16x32x2;
+  decoder.ExpectOperands(2 + split, 2 + split);
   if (is_load) {
     decoder.DestinationList(decoder.Operand(0), 32);
     inst.source[0] = decoder.Address(decoder.Operand(1), &inst.immediate[0]);
   } else {
     inst.source[0] = decoder.Address(decoder.Operand(0), &inst.immediate[0]);
-    decoder.SourceList(decoder.Operand(1), 32);
+    decoder.SourceList(decoder.Operand(1 + split), 32);
   }
-  if ((is_load ? inst.destination_count : inst.source_count) != columns) {
+  if (split) inst.immediate[1] = decoder.Constant(decoder.Operand(is_load ? 2 : 1));
+  if (inst.immediate[1] < 0 || inst.immediate[1] >= kTensorColumns) decoder.Fail("its offset is not a column.");
+  if ((is_load ? inst.destination_count : inst.source_count) != registers) {
     decoder.Fail("the number of registers is not that of the opcode.");
   }
   inst.execute = is_load ? LoadTensor : StoreTensor;

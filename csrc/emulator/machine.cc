@@ -1,8 +1,10 @@
 #include "csrc/emulator/machine.h"
 
+#include <algorithm>
 #include <bit>
 #include <cstdio>
 #include <cstring>
+#include <stdexcept>
 #include <utility>
 
 #include "csrc/emulator/tensor_map.h"
@@ -17,10 +19,113 @@ constexpr int kTimeoutRounds = 4;
 
 constexpr uint64_t kInstructionsBetweenPolls = 200000;
 
+// What the clusters that are resident at once may take, and one alone. More of them are resident only if they are
+// small, which differs from a GPU only for kernels that need all their CTAs to be.
+constexpr uint64_t kResidentBytes = UINT64_C(1) << 30;
+
+constexpr uint64_t kMaxSharedBytes = 232448;        // 227 KB, of sm_90 and sm_100
+constexpr uint64_t kMaxVariableBytes = 256 << 20;  // of a module, in global or constant memory
+constexpr uint64_t kGlobalEnd = Machine::kSharedWindow;
+
+std::string Sizes(const std::array<uint32_t, 3>& sizes) {
+  return "(" + std::to_string(sizes[0]) + ", " + std::to_string(sizes[1]) + ", " + std::to_string(sizes[2]) + ")";
+}
+
+uint64_t Product(const std::array<uint32_t, 3>& sizes) { return uint64_t{sizes[0]} * sizes[1] * sizes[2]; }
+
+uint64_t DynamicStart(const Program& program) {
+  const uint64_t alignment = program.dynamic_shared_alignment;
+  return (program.static_shared_bytes + alignment - 1) / alignment * alignment;
+}
+
+void CheckSizes(const char* field, const std::array<uint32_t, 3>& sizes, const std::array<uint32_t, 3>& most,
+                uint64_t product) {
+  for (int axis = 0; axis < 3; ++axis) {
+    if (sizes[axis] >= 1 && sizes[axis] <= most[axis]) continue;
+    throw std::invalid_argument(std::string(field) + " is " + Sizes(sizes) + ", but its sizes may be from 1 to " +
+                                Sizes(most) + ".");
+  }
+  if (Product(sizes) <= product) return;
+  throw std::invalid_argument(std::string(field) + " is " + Sizes(sizes) + ", that is " +
+                              std::to_string(Product(sizes)) + " in all, but at most " + std::to_string(product) +
+                              " are allowed.");
+}
+
+// What the driver would refuse, and what the machine has no memory for.
+void CheckLaunch(const Launch& launch, const Options& options) {
+  if (launch.program == nullptr) throw std::invalid_argument("program is missing.");
+  const Program& program = *launch.program;
+  const ptx::Kernel& kernel = *program.kernel;
+  CheckSizes("grid", launch.grid, {INT32_MAX, 65535, 65535}, UINT64_MAX);
+  CheckSizes("block", launch.block, {1024, 1024, 64}, 1024);
+  CheckSizes("cluster", launch.cluster, {16, 16, 16}, 16);
+  for (int axis = 0; axis < 3; ++axis) {
+    if (launch.grid[axis] % launch.cluster[axis] == 0) continue;
+    throw std::invalid_argument("grid is " + Sizes(launch.grid) + ", which is not a multiple of cluster " +
+                                Sizes(launch.cluster) + ".");
+  }
+  if (kernel.required_block[0] != 0 && launch.block != kernel.required_block) {
+    throw std::invalid_argument("block is " + Sizes(launch.block) + ", but the kernel has .reqntid " +
+                                Sizes(kernel.required_block) + ".");
+  }
+  if (kernel.maximal_block[0] != 0 && Product(launch.block) > Product(kernel.maximal_block)) {
+    throw std::invalid_argument("block is " + Sizes(launch.block) + ", but the kernel has .maxntid " +
+                                Sizes(kernel.maximal_block) + ".");
+  }
+  if (kernel.required_cluster[0] != 0 && launch.cluster != kernel.required_cluster) {
+    throw std::invalid_argument("cluster is " + Sizes(launch.cluster) + ", but the kernel has .reqnctapercluster " +
+                                Sizes(kernel.required_cluster) + ".");
+  }
+  if (DynamicStart(program) + launch.dynamic_shared_bytes > kMaxSharedBytes) {
+    throw std::invalid_argument("dynamic_shared_bytes is " + std::to_string(launch.dynamic_shared_bytes) + ", with " +
+                                std::to_string(DynamicStart(program)) +
+                                " bytes before it for static variables, but a CTA has " +
+                                std::to_string(kMaxSharedBytes) + " bytes of shared memory.");
+  }
+  if (launch.parameters.size() != kernel.parameter_bytes) {
+    throw std::invalid_argument("parameters has " + std::to_string(launch.parameters.size()) +
+                                " bytes, but the kernel takes " + std::to_string(kernel.parameter_bytes) + ".");
+  }
+  if (options.sm_count < 1 || options.sm_count > 65536) {
+    throw std::invalid_argument("sm_count is " + std::to_string(options.sm_count) + ", but may be from 1 to 65536.");
+  }
+  std::vector<const Buffer*> buffers;
+  for (const Buffer& buffer : launch.buffers) {
+    if (buffer.size == 0) continue;
+    if (buffer.data == nullptr) {
+      throw std::invalid_argument("buffer \"" + buffer.name + "\" of " + std::to_string(buffer.size) +
+                                  " bytes has no data.");
+    }
+    if (buffer.address == 0 || buffer.address >= kGlobalEnd || buffer.size > kGlobalEnd - buffer.address) {
+      throw std::invalid_argument("buffer \"" + buffer.name + "\" of " + std::to_string(buffer.size) +
+                                  " bytes is at address " + std::to_string(buffer.address) +
+                                  ", but must lie between 1 and 2^56.");
+    }
+    buffers.push_back(&buffer);
+  }
+  std::sort(buffers.begin(), buffers.end(), [](const Buffer* a, const Buffer* b) { return a->address < b->address; });
+  for (size_t i = 1; i < buffers.size(); ++i) {
+    if (buffers[i]->address - buffers[i - 1]->address >= buffers[i - 1]->size) continue;
+    throw std::invalid_argument("buffers \"" + buffers[i - 1]->name + "\" and \"" + buffers[i]->name +
+                                "\" overlap in the kernel's address space.");
+  }
+}
+
 }  // namespace
 
 Machine::Machine(Launch launch, Options options)
     : launch_(std::move(launch)), options_(std::move(options)), random_(options_.seed) {
+  CheckLaunch(launch_, options_);
+  PlaceVariables();
+  const uint64_t bytes = BytesOfCluster();
+  if (bytes > kResidentBytes) {
+    throw std::invalid_argument("block " + Sizes(launch_.block) + " and cluster " + Sizes(launch_.cluster) +
+                                " need " + std::to_string(bytes >> 20) + " MiB for registers, local and shared "
+                                "memory, more than the " + std::to_string(kResidentBytes >> 20) +
+                                " that the emulator takes.");
+  }
+  capacity_ = std::max<uint64_t>(
+      1, std::min<uint64_t>(options_.sm_count / Product(launch_.cluster), kResidentBytes / bytes));
   cluster_count_ = 1;
   for (int axis = 0; axis < 3; ++axis) cluster_count_ *= launch_.grid[axis] / launch_.cluster[axis];
 }
@@ -28,6 +133,45 @@ Machine::Machine(Launch launch, Options options)
 Machine::~Machine() = default;
 
 // ---- Launching
+
+// Gives the module's variables memory, with the values that they have when the module is loaded.
+void Machine::PlaceVariables() {
+  const auto place = [&](ptx::Space space, const char* name, bool writable, uint64_t address,
+                         std::vector<uint8_t>& bytes) {
+    uint64_t size = 0;
+    for (const ptx::Variable& one : launch_.program->module->variables) {
+      if (one.space == space && !one.is_extern) size = std::max(size, uint64_t{one.offset} + one.size);
+    }
+    if (size == 0) return;
+    if (size > kMaxVariableBytes) {
+      throw std::invalid_argument("the " + std::string(name) + " have " + std::to_string(size) +
+                                  " bytes, more than 256 MiB.");
+    }
+    bytes.assign(size, 0);
+    for (const ptx::Variable& one : launch_.program->module->variables) {
+      if (one.space != space || one.is_extern || one.initial.empty()) continue;
+      std::copy(one.initial.begin(), one.initial.end(), bytes.begin() + one.offset);
+    }
+    launch_.buffers.push_back({name, bytes.data(), size, writable, address});
+  };
+  place(ptx::Space::kGlobal, "module's global variables", true, kGlobalVariableBase, global_variables_);
+  place(ptx::Space::kConst, "module's constants", false, kConstWindow, const_variables_);
+}
+
+// About what one cluster takes.
+uint64_t Machine::BytesOfCluster() const {
+  const Program& program = *launch_.program;
+  const uint64_t warps = kWarpsOfCta(static_cast<uint32_t>(Product(launch_.block)));
+  const uint64_t ranks = Product(launch_.cluster);
+  const uint64_t slots = (warps * kWarpSlots + 1 + kCopySlots) * ranks;
+  const uint64_t shared = DynamicStart(program) + launch_.dynamic_shared_bytes + 16;
+  const uint64_t shadow = options_.check_races ? shared / 4 * sizeof(Cell) : 0;
+  const uint64_t groups = kLanes * (sizeof(BulkGroup) + 96);
+  const uint64_t registers = uint64_t{program.register_rows} * kRowWords * 4 + program.predicates * 4;
+  const uint64_t local = uint64_t{program.local_bytes} * kLanes;
+  const uint64_t warp = sizeof(Warp) + groups + registers + local + 4 * slots * sizeof(uint32_t);
+  return ranks * (sizeof(Cta) + shared + shadow + warps * warp);
+}
 
 std::unique_ptr<Cluster> Machine::NewCluster(uint64_t number) {
   const Program& program = *launch_.program;
@@ -54,8 +198,7 @@ std::unique_ptr<Cluster> Machine::NewCluster(uint64_t number) {
       cta->index[axis] = place[axis] * launch_.cluster[axis] + within[axis];
     }
     cta->smid = static_cast<uint32_t>((number * ranks + rank) % options_.sm_count);
-    const uint32_t start = (program.static_shared_bytes + program.dynamic_shared_alignment - 1) /
-                           program.dynamic_shared_alignment * program.dynamic_shared_alignment;
+    const auto start = static_cast<uint32_t>(DynamicStart(program));
     const uint32_t bytes = (start + launch_.dynamic_shared_bytes + 15) / 16 * 16;
     cta->shared.assign(bytes, 0xCD);  // what a kernel must not rely on
     cta->shared_shadow = Shadow(options_.check_races ? bytes / 4 : 0);
@@ -78,7 +221,7 @@ std::unique_ptr<Cluster> Machine::NewCluster(uint64_t number) {
       warp->groups.push_back(Group{.mask = warp->live, .pc = 0});
       warp->registers.assign(size_t{program.register_rows} * kRowWords, 0);
       warp->predicates.assign(program.predicates, 0);
-      warp->local.assign(size_t{program.local_bytes} * kLanes, 0);
+      warp->local = Zeros<uint8_t>(size_t{program.local_bytes} * kLanes);
       warp->register_count = at_launch;
       Knowledge all{.mask = warp->live,
                     .slot = static_cast<Slot>(cta->first_slot + w * kWarpSlots),
@@ -150,9 +293,7 @@ void Machine::FillSpecial(Warp& warp) {
 }
 
 void Machine::LaunchClusters() {
-  const uint32_t ranks = launch_.cluster[0] * launch_.cluster[1] * launch_.cluster[2];
-  const size_t capacity = std::max<size_t>(1, options_.sm_count / ranks);
-  while (clusters_.size() < capacity && next_cluster_ < cluster_count_) {
+  while (clusters_.size() < capacity_ && next_cluster_ < cluster_count_) {
     clusters_.push_back(NewCluster(next_cluster_++));
   }
 }
@@ -547,7 +688,7 @@ uint8_t* Machine::FindGlobal(uint64_t address, uint64_t size, bool write, const 
         size > buffer.size - (address - buffer.address)) {
       continue;
     }
-    if (write && !buffer.writable) return nullptr;
+    if (write && !buffer.writable) continue;
     if (found != nullptr) *found = &buffer;
     return buffer.data + (address - buffer.address);
   }
@@ -565,7 +706,41 @@ void Machine::AccessShared(Context& context, int lane, const SharedPlace& place,
   CheckShared(access, known.clock, place, size, write);
 }
 
+// The address of an mbarrier among these bytes, or null.
+const uint32_t* Machine::OverwrittenBarrier(const SharedPlace& place, uint32_t size) const {
+  const Cta& cta = *place.cta;
+  if (cta.first_barrier > cta.last_barrier || place.offset >= cta.last_barrier + 8 ||
+      place.offset + size <= cta.first_barrier) {
+    return nullptr;
+  }
+  if (size <= 32) {
+    for (uint32_t at = place.offset / 8 * 8; at < place.offset + size; at += 8) {
+      const auto found = cta.mbarriers.find(at);
+      if (found != cta.mbarriers.end()) return &found->first;
+    }
+    return nullptr;
+  }
+  for (const auto& [at, barrier] : cta.mbarriers) {
+    if (at + 8 > place.offset && at < place.offset + size) return &at;
+  }
+  return nullptr;
+}
+
+void Machine::CheckBarriers(Context& context, int lane, const SharedPlace& place, uint32_t size) {
+  if (!options_.strict) return;
+  const uint32_t* barrier = OverwrittenBarrier(place, size);
+  if (barrier == nullptr) return;
+  Misuse(context, lane, "a store overwrites the mbarrier at shared address " + std::to_string(*barrier) +
+                            ", which no mbarrier.inval has ended.", false);
+}
+
 void Machine::AccessShared(const Operation& operation, const SharedPlace& place, uint32_t size, bool write) {
+  if (write && options_.strict) {
+    if (const uint32_t* barrier = OverwrittenBarrier(place, size)) {
+      OperationFault(operation, "an asynchronous copy overwrites the mbarrier at shared address " +
+                                    std::to_string(*barrier) + ", which no mbarrier.inval has ended.");
+    }
+  }
   if (!options_.check_races) return;
   CheckShared(operation.access(), operation.clock, place, size, write);
 }
@@ -577,7 +752,7 @@ void Machine::CheckShared(const Access& access, const VectorClock& clock, const 
   Shadow::Conflict conflict;
   const bool found = write ? place.cta->shared_shadow.Write(first, count, access, clock, {}, &conflict)
                            : place.cta->shared_shadow.Read(first, count, access, clock, {}, &conflict);
-  if (!found) return;
+  if (!found || !IsNewRace(access, conflict)) return;
   ReportRace(*place.cta, access, write, conflict,
              "shared memory [" + std::to_string(conflict.cell * 4) + ", " + std::to_string(conflict.cell * 4 + 4) + ")");
 }
@@ -595,7 +770,7 @@ void Machine::AccessTensor(const Access& access, const VectorClock& clock, Cta& 
   }
   const bool found = write ? cta.tensor_shadow.Write(first, count, access, clock, own, &conflict)
                            : cta.tensor_shadow.Read(first, count, access, clock, own, &conflict);
-  if (!found) return;
+  if (!found || !IsNewRace(access, conflict)) return;
   const size_t at = conflict.cell % 64 * 8;
   ReportRace(cta, access, write, conflict,
              "tensor memory lane " + std::to_string(conflict.cell / 64) + ", columns [" + std::to_string(at) + ", " +
@@ -679,8 +854,9 @@ Report::Place Machine::PlaceOf(int32_t instruction) const {
 
 void Machine::AddReport(Report report) {
   if (report.fatal) stopped_ = true;
-  // One fault in a loop makes the same report over and over.
+  // One fault in a loop makes the same report over and over. A fatal one is the last and the reason of the end.
   for (const Report& earlier : reports_) {
+    if (report.fatal) break;
     if (earlier.kind != report.kind || earlier.places.size() != report.places.size()) continue;
     bool same = !report.places.empty();
     for (size_t i = 0; i < report.places.size(); ++i) {
@@ -688,7 +864,7 @@ void Machine::AddReport(Report report) {
     }
     if (same) return;
   }
-  if (reports_.size() < options_.max_reports) reports_.push_back(std::move(report));
+  if (report.fatal || reports_.size() < options_.max_reports) reports_.push_back(std::move(report));
 }
 
 void Machine::Misuse(Context& context, int lane, const std::string& message, bool fatal, Report::Kind kind) {
@@ -707,6 +883,14 @@ void Machine::OperationFault(const Operation& operation, const std::string& mess
   report.places[0].lane = operation.lane;
   report.places[0].role = std::string(operation.name) + " was issued here";
   AddReport(std::move(report));
+}
+
+// A race in a loop shows at every turn: whether this pair of instructions was not reported yet.
+bool Machine::IsNewRace(const Access& access, const Shadow::Conflict& conflict) {
+  if (reports_.size() >= options_.max_reports) return false;
+  const uint64_t pair = static_cast<uint64_t>(static_cast<uint32_t>(access.instruction)) << 32 |
+                        static_cast<uint32_t>(conflict.earlier.instruction);
+  return races_.insert(pair).second;
 }
 
 void Machine::ReportRace(Cta& cta, const Access& access, bool write, const Shadow::Conflict& conflict,
@@ -786,6 +970,7 @@ std::string Machine::DescribeWait(Warp& warp, const Group& group) {
   std::snprintf(lanes, sizeof(lanes), "lanes %08x", group.mask);
   std::string text = lanes;
   const Inst& inst = launch_.program->instructions[group.pc];
+  if (!group.blocked) return text + " are here";
   if (inst.describe_wait == nullptr) return text + " wait";
   Group copy = group;
   Context context{*this, *warp.cta, warp, copy, group.mask, warp.registers.data(),

@@ -15,6 +15,7 @@
 #include <span>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "csrc/emulator/program.h"
@@ -46,6 +47,37 @@ class Random {
  private:
   uint64_t state_;
 };
+
+// A queue that takes no memory until it is used: every lane of every warp has several.
+template <typename T>
+class Queue {
+ public:
+  size_t size() const { return items_.size() - first_; }
+  bool empty() const { return size() == 0; }
+  T& operator[](size_t i) { return items_[first_ + i]; }
+  const T& operator[](size_t i) const { return items_[first_ + i]; }
+  T& front() { return items_[first_]; }
+  T& back() { return items_.back(); }
+  void push_back(T item) { items_.push_back(std::move(item)); }
+  void pop_front() {
+    items_[first_++] = T();
+    if (2 * first_ < items_.size()) return;
+    items_.erase(items_.begin(), items_.begin() + static_cast<ptrdiff_t>(first_));
+    first_ = 0;
+  }
+  void clear() {
+    items_.clear();
+    first_ = 0;
+  }
+
+ private:
+  std::vector<T> items_;
+  size_t first_ = 0;
+};
+
+// How many groups of asynchronous operations a thread may have committed and not waited for, before the oldest
+// are counted as one.
+inline constexpr size_t kMaxGroups = 1024;
 
 // Lanes of a warp that are at the same instruction.
 struct Group {
@@ -80,15 +112,15 @@ struct Warp {
   std::vector<Group> groups;
   std::vector<uint32_t> registers;
   std::vector<uint32_t> predicates;
-  std::vector<uint8_t> local;  // Program::local_bytes of each lane, lane by lane
+  Zeros<uint8_t> local;  // Program::local_bytes of each lane, lane by lane
   std::vector<Knowledge> knowledge;
   uint32_t register_count = 0;  // per thread, as setmaxnreg counts
   std::array<uint64_t, kLanes> cluster_ticket = {};  // generation of barrier.cluster at which a lane arrived
   // Tensor-memory loads not waited for: rows of the register file that they wrote.
   std::vector<uint64_t> pending_rows;  // a bit a row; empty when nothing is pending
-  std::array<std::deque<std::shared_ptr<BulkGroup>>, kLanes> bulk_groups;  // the last one is open
-  std::deque<uint32_t> warpgroup_groups;  // of wgmma: times of the unit when they were committed
-  std::array<std::deque<uint32_t>, kLanes> copy_groups;  // of cp.async: times of the unit when they were committed
+  std::array<Queue<std::shared_ptr<BulkGroup>>, kLanes> bulk_groups;  // the last one is open
+  Queue<uint32_t> warpgroup_groups;  // of wgmma: times of the unit when they were committed
+  std::array<Queue<uint32_t>, kLanes> copy_groups;  // of cp.async: times of the unit when they were committed
   std::vector<uint32_t> unfenced_barriers;  // that this warp has initialised, and not fenced
   bool ready = true;
 };
@@ -143,6 +175,7 @@ struct Cta {
   bool may_allocate = true;                  // until relinquish_alloc_permit
   std::vector<std::unique_ptr<Warp>> warps;
   std::unordered_map<uint32_t, MBarrier> mbarriers;  // by shared address
+  uint32_t first_barrier = UINT32_MAX, last_barrier = 0;  // between these addresses all of them have been
   std::array<NamedBarrier, 16> barriers;
   std::deque<std::unique_ptr<Operation>> tensor_pipe;  // executes in order
   std::vector<std::unique_ptr<Operation>> copies;      // execute in any order
@@ -191,7 +224,7 @@ struct Options {
   bool check_races = true;
   uint32_t sm_count = 148;
   uint64_t max_instructions = UINT64_C(1) << 40;  // of warps
-  size_t max_reports = 20;
+  size_t max_reports = 20;  // a fatal one comes on top
   // Called with the CTAs that have ended and all CTAs, and from time to time with UINT64_MAX and 0; returns
   // false to stop.
   std::function<bool(uint64_t done, uint64_t total)> progress;
@@ -228,6 +261,7 @@ enum class Proxy : uint8_t { kGeneric, kAsync };
 
 class Machine {
  public:
+  // Throws std::invalid_argument for a launch that a GPU would refuse, with a sentence that says why.
   Machine(Launch launch, Options options);
   ~Machine();
   // Runs to the end, or to the first fatal report. Returns all reports.
@@ -258,6 +292,8 @@ class Machine {
 
   // Checks and notes an access by lane `lane` of a warp. Sizes in bytes.
   void AccessShared(Context& context, int lane, const SharedPlace& place, uint32_t size, bool write);
+  // In strict mode, a store to an mbarrier that was not invalidated is misuse.
+  void CheckBarriers(Context& context, int lane, const SharedPlace& place, uint32_t size);
   // By an asynchronous operation.
   void AccessShared(const Operation& operation, const SharedPlace& place, uint32_t size, bool write);
   void CheckShared(const Access& access, const VectorClock& clock, const SharedPlace& place, uint32_t size,
@@ -314,10 +350,16 @@ class Machine {
   bool stopped_ = false;
 
   std::map<const uint8_t*, std::shared_ptr<const TensorMap>> maps_;
+  std::vector<uint8_t> global_variables_, const_variables_;  // of the module, as they begin a launch
+  std::unordered_set<uint64_t> races_;  // pairs of instructions reported already
+  size_t capacity_ = 1;                 // clusters that are resident at once
   uint64_t next_poll_ = 0;
   uint64_t wakes_ = 0;  // how often anything happened that could end a wait
   uint64_t done_ = 0;   // CTAs
 
+  void PlaceVariables();
+  uint64_t BytesOfCluster() const;
+  const uint32_t* OverwrittenBarrier(const SharedPlace& place, uint32_t size) const;
   void LaunchClusters();
   std::unique_ptr<Cluster> NewCluster(uint64_t number);
   void FillSpecial(Warp& warp);
@@ -337,6 +379,7 @@ class Machine {
   Report::Place PlaceOf(int32_t instruction) const;
   int WarpOfSlot(const Cta& cta, Slot slot) const;
   std::string DescribeWait(Warp& warp, const Group& group);
+  bool IsNewRace(const Access& access, const Shadow::Conflict& conflict);
   void ReportRace(Cta& cta, const Access& access, bool write, const Shadow::Conflict& conflict,
                   const std::string& where);
   void ReportStanding(Report::Kind kind, const std::string& message);

@@ -29,7 +29,12 @@ bool IsTime(std::string_view name) {
   return name.starts_with("%clock") || name.starts_with("%globaltimer");
 }
 
-uint32_t AlignUp(uint32_t offset, uint32_t alignment) {
+// What 24 bits of a shared address reach, and what hardware gives a thread.
+constexpr uint64_t kMaxShared = 1 << 24, kMaxLocal = 512 << 10;
+// Of the bits of the liveness equations, in 64-bit words: 256 MiB.
+constexpr size_t kMaxLivenessWords = size_t{1} << 25;
+
+uint64_t AlignUp(uint64_t offset, uint32_t alignment) {
   return (offset + alignment - 1) / alignment * alignment;
 }
 
@@ -85,7 +90,7 @@ Ref Decoder::Source(const ptx::Operand& operand, int bits, bool any_width) {
         const std::string_view name = SpecialName(operand);
         if (IsTime(name)) Fail("only a mov can read " + std::string(name) + ".");
         const int width = SpecialBits(name);
-        if (width != bits && !any_width) {
+        if (width < bits || (width != bits && !any_width)) {
           Fail(std::string(name) + " has " + Bits(width) + " where the instruction takes " +
                Bits(bits) + ".");
         }
@@ -93,7 +98,7 @@ Ref Decoder::Source(const ptx::Operand& operand, int bits, bool any_width) {
         return Virtual(index, width, false);
       }
       const ptx::Register& reg = kernel_->registers[operand.reg];
-      if (reg.bits == 1 || (reg.bits != bits && !any_width)) {
+      if (reg.bits < std::max(bits, 8) || (reg.bits != bits && !any_width)) {
         Fail("register " + reg.name + " has " + Bits(reg.bits) + " where the instruction takes " +
              Bits(bits) + ".");
       }
@@ -125,13 +130,17 @@ Ref Decoder::Source(const ptx::Operand& operand, int bits, bool any_width) {
   }
 }
 
-Ref Decoder::Destination(const ptx::Operand& operand, int bits, bool any_width) {
+Ref Decoder::DestinationOrSink(const ptx::Operand& operand, int bits, bool any_width) {
   if (operand.kind == ptx::Operand::Kind::kSink) return Ref();
+  return Destination(operand, bits, any_width);
+}
+
+Ref Decoder::Destination(const ptx::Operand& operand, int bits, bool any_width) {
   if (operand.kind != ptx::Operand::Kind::kRegister || operand.reg < 0 || operand.negated) {
     Fail("the destination must be a register.");
   }
   const ptx::Register& reg = kernel_->registers[operand.reg];
-  if (reg.bits == 1 || (reg.bits != bits && !any_width)) {
+  if (reg.bits < std::max(bits, 8) || (reg.bits != bits && !any_width)) {
     Fail("register " + reg.name + " has " + Bits(reg.bits) + " where the instruction gives " +
          Bits(bits) + ".");
   }
@@ -172,7 +181,7 @@ void Decoder::DestinationList(const ptx::Operand& operand, int bits, bool any_wi
   const size_t count = is_vector ? operand.elements.size() : 1;
   for (size_t i = 0; i < count; ++i) {
     const uint32_t at =
-        AddRef(Destination(is_vector ? operand.elements[i] : operand, bits, any_width));
+        AddRef(DestinationOrSink(is_vector ? operand.elements[i] : operand, bits, any_width));
     if (inst_->destination_count == 0) inst_->first_destination = at;
     if (inst_->first_destination + inst_->destination_count++ != at) {
       Fail("its lists of operands are mixed.");
@@ -340,32 +349,41 @@ class ProgramBuilder final : public Decoder {
     for (const ptx::Statement& statement : kernel_->statements) {
       for (const ptx::Operand& operand : statement.operands) note(note, operand);
     }
-    uint32_t shared = 0;
-    uint32_t local = 0;
+    uint64_t shared = 0;
+    uint64_t local = 0;
     std::vector<ptx::Variable*> dynamic;
     const auto place = [&](const ptx::Variable& original, bool of_module) {
       if (of_module && original.space == ptx::Space::kShared && !named.contains(original.name))
         return;
       ptx::Variable& variable = variables_.insert_or_assign(original.name, original).first->second;
       if (variable.space == ptx::Space::kLocal) {
-        local = std::max(local, variable.offset + variable.size);
+        local = std::max(local, uint64_t{variable.offset} + variable.size);
       } else if (variable.space == ptx::Space::kShared && variable.is_extern) {
         dynamic.push_back(&variable);
         program_->dynamic_shared_alignment =
             std::max(program_->dynamic_shared_alignment, variable.alignment);
       } else if (variable.space == ptx::Space::kShared) {
-        variable.offset = AlignUp(shared, variable.alignment);
-        shared = variable.offset + variable.size;
+        const uint64_t offset = AlignUp(shared, variable.alignment);
+        shared = offset + variable.size;
+        if (shared > kMaxShared) {
+          throw ptx::Error(kernel_->line, "the kernel's variables in shared memory exceed 16 MiB.");
+        }
+        variable.offset = static_cast<uint32_t>(offset);
       }
     };
     for (const ptx::Variable& variable : program_->module->variables) place(variable, true);
     for (const ptx::Variable& variable : kernel_->parameters) place(variable, false);
     for (const ptx::Variable& variable : kernel_->variables) place(variable, false);
     for (ptx::Variable* variable : dynamic) {
-      variable->offset = AlignUp(shared, program_->dynamic_shared_alignment);
+      variable->offset =
+          static_cast<uint32_t>(AlignUp(shared, program_->dynamic_shared_alignment));
     }
-    program_->static_shared_bytes = shared;
-    program_->local_bytes = AlignUp(local, 16);
+    if (local > kMaxLocal) {
+      throw ptx::Error(kernel_->line,
+                       "the kernel's variables in local memory exceed 512 KiB a thread.");
+    }
+    program_->static_shared_bytes = static_cast<uint32_t>(shared);
+    program_->local_bytes = static_cast<uint32_t>(AlignUp(local, 16));
   }
 
   void DecodeStatement(const ptx::Statement& statement, size_t index) {
@@ -488,6 +506,11 @@ class ProgramBuilder final : public Decoder {
     }
     const size_t words = (names.size() + 63) / 64;
     const size_t count = blocks_.size();
+    if (count * words > kMaxLivenessWords) {
+      throw ptx::Error(kernel_->line, "the kernel is too large: " + std::to_string(count) +
+                                          " blocks, and " + std::to_string(names.size()) +
+                                          " registers that live across them.");
+    }
     std::vector<uint64_t> use(count * words, 0), kill(count * words, 0);
     for (size_t b = 0; b < count; ++b) {
       uint64_t* uses = use.data() + b * words;

@@ -115,8 +115,10 @@ class Decoder {
   void ExpectOperands(size_t least, size_t most) const;
 
   // A register, immediate, special register or address of a variable, as `bits` bits. A register of
-  // another width is refused unless `any_width`. Immediates of float instructions are given by bits.
+  // another width is refused, or with `any_width` only a narrower one. Immediates of float instructions are given by bits.
   Ref Source(const ptx::Operand& operand, int bits, bool any_width = false);
+  // kNone for a sink: only of some instructions may a result be discarded.
+  Ref DestinationOrSink(const ptx::Operand& operand, int bits, bool any_width = false);
   Ref Destination(const ptx::Operand& operand, int bits, bool any_width = false);
   Ref PredicateSource(const ptx::Operand& operand);
   Ref PredicateDestination(const ptx::Operand& operand);  // kNone for a sink

@@ -1,6 +1,7 @@
 #include "csrc/emulator/ptx.h"
 
 #include <algorithm>
+#include <bit>
 #include <charconv>
 #include <cstring>
 #include <deque>
@@ -16,6 +17,12 @@ bool IsNameStart(char c) {
   return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_' || c == '$' || c == '%';
 }
 bool IsNamePart(char c) { return IsNameStart(c) || IsDigit(c); }
+
+// Limits that no kernel comes near, so that no text can make the parser take all memory or time.
+constexpr size_t kMaxRegisters = 1 << 18;
+constexpr size_t kMaxScopes = 64;
+constexpr size_t kMaxTargets = 4096;
+constexpr uint32_t kMaxInitial = 1 << 26;
 
 uint32_t AlignUp(uint64_t offset, uint32_t alignment, int line) {
   offset = (offset + alignment - 1) / alignment * alignment;
@@ -311,6 +318,7 @@ class Parser {
     for (std::string_view word = Directive(); !word.empty(); word = Directive()) {
       if (word == ".align") {
         alignment = static_cast<uint32_t>(Integer("an alignment", 1, 1 << 20));
+        if (!std::has_single_bit(alignment)) Fail("an alignment must be a power of two.");
       } else if (word == ".ptr") {
         // What a pointer parameter points to does not matter here; its own alignment does not follow.
         for (std::string_view more = PeekDirective(); more == ".global" || more == ".shared" ||
@@ -375,6 +383,7 @@ class Parser {
       values.push_back(Number());
     }
     if (values.size() * element > variable.size) Fail("more initial values than elements.");
+    if (variable.size > kMaxInitial) Fail("an initialised array may have 64 MiB.");
     variable.initial.resize(variable.size);
     for (size_t i = 0; i < values.size(); ++i) {
       if (element > 8) Fail("initial values of this type are not supported.");
@@ -448,6 +457,8 @@ class Parser {
           break;
         case '{':
           rest_.remove_prefix(1);
+          // Every look-up of a name walks outward through the scopes.
+          if (open.size() >= kMaxScopes) Fail("blocks are nested too deeply.");
           open.push_back(static_cast<int>(scopes_.size()));
           scopes_.push_back(Scope{.parent = scope_, .registers = {}, .labels = {}, .branch_targets = {}});
           break;
@@ -504,6 +515,9 @@ class Parser {
     if (!scopes_[scope_].registers.emplace(name, index).second) {
       Fail("register \"" + std::string(name) + "\" is declared twice.");
     }
+    if (kernel_->registers.size() >= kMaxRegisters) {
+      Fail("a kernel may declare " + std::to_string(kMaxRegisters) + " registers here.");
+    }
     kernel_->registers.push_back(Register{std::string(name), static_cast<uint8_t>(bits)});
   }
 
@@ -523,22 +537,16 @@ class Parser {
         outer.line = static_cast<int>(Integer("the line", 0, INT32_MAX));
         outer.column = static_cast<int>(Integer("the column", 0, INT32_MAX));
         // The caller's own .loc came before: through it the chain goes on outward.
-        const auto same = [&](const Location& x) {
-          return x.file == outer.file && x.line == outer.line && x.column == outer.column;
-        };
-        const auto& all = module_->locations;
-        for (size_t i = all.size(); i-- > 0 && location.inlined_at < 0;) {
-          if (same(all[i])) location.inlined_at = static_cast<int>(i);
-        }
-        if (location.inlined_at < 0) {
-          module_->locations.push_back(outer);
-          location.inlined_at = static_cast<int>(all.size()) - 1;
-        }
+        const auto [latest, is_new] = latest_.try_emplace(
+            std::array{outer.file, outer.line, outer.column}, static_cast<int>(module_->locations.size()));
+        if (is_new) module_->locations.push_back(outer);
+        location.inlined_at = latest->second;
       } else {
         Fail("expected function_name or inlined_at, not \"" + std::string(word) + "\".");
       }
     }
     location_ = static_cast<int>(module_->locations.size());
+    latest_[std::array{location.file, location.line, location.column}] = location_;
     module_->locations.push_back(location);
   }
 
@@ -582,6 +590,7 @@ class Parser {
       auto& targets = scopes_[scope_].branch_targets[name];
       do targets.push_back(Name("a label"));
       while (Accept(','));
+      if (targets.size() > kMaxTargets) Fail("this list of targets is too long.");
       Expect(';');
       return;
     }
@@ -599,7 +608,6 @@ class Parser {
   }
 
   Operand ParseOperand(int depth) {
-    if (depth > 4) Fail("operands are nested too deeply.");
     Operand operand = SingleOperand(depth);
     if (!Accept('|')) return operand;
     Operand pair;
@@ -610,6 +618,7 @@ class Parser {
   }
 
   Operand SingleOperand(int depth) {
+    if (depth > 4) Fail("operands are nested too deeply.");
     Operand operand;
     const char c = Peek();
     if (c == '!') {
@@ -728,6 +737,7 @@ class Parser {
   std::vector<Scope> scopes_;
   std::vector<std::pair<std::string_view, int>> label_uses_;  // symbol operands in order, and their scopes
   std::deque<std::string> names_;  // of registers declared by number; keys of scopes point into it
+  std::map<std::array<int, 3>, int> latest_;  // the last location with this file, line and column
   int scope_ = 0;
   int location_ = -1;
 };

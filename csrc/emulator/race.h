@@ -11,7 +11,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 #include <memory>
+#include <new>
 #include <vector>
 
 namespace jax_fa4::emulator {
@@ -25,8 +27,8 @@ using Slot = uint16_t;
 class VectorClock {
  public:
   VectorClock() = default;
-  explicit VectorClock(size_t slots) : times_(4 * slots, 0) {}
-  size_t slots() const { return times_.size() / 4; }
+  explicit VectorClock(size_t slots) : times_(4 * slots, 0), slots_(slots) {}
+  size_t slots() const { return slots_; }
   bool empty() const { return times_.empty(); }
   uint32_t seen(Slot slot) const { return times_[slot]; }
   uint32_t fenced(Slot slot) const { return times_[slots() + slot]; }
@@ -51,11 +53,14 @@ class VectorClock {
  private:
   void JoinFirst(const VectorClock& other, size_t kinds) {
     if (other.times_.empty()) return;
-    if (times_.empty()) times_.assign(other.times_.size(), 0);
-    const size_t size = other.slots() * kinds;
-    for (size_t i = 0; i < size; ++i) times_[i] = std::max(times_[i], other.times_[i]);
+    if (times_.empty()) *this = VectorClock(other.slots_);
+    const size_t size = other.slots_ * kinds;
+    uint32_t* const to = times_.data();
+    const uint32_t* const from = other.times_.data();
+    for (size_t i = 0; i < size; ++i) to[i] = std::max(to[i], from[i]);
   }
   std::vector<uint32_t> times_;
+  size_t slots_ = 0;
 };
 
 // One access of a cell: by whom, when, and by which instruction (for the report).
@@ -71,14 +76,33 @@ struct Access {
 struct Cell {
   Access write;
   Access read;  // of several reads, the last; the others are in `more`
-  int32_t more = -1;
+  int32_t more = 0;  // 1 + index of a list, 0 for none
 };
 
-// The cells of one memory.
+// An array of zeros, whose pages take no memory until they are written.
+template <typename T>
+class Zeros {
+ public:
+  Zeros() = default;
+  explicit Zeros(size_t count) : items_(static_cast<T*>(std::calloc(count + 1, sizeof(T)))) {
+    if (items_ == nullptr) throw std::bad_alloc();
+  }
+  T* data() { return items_.get(); }
+  T& operator[](size_t i) { return items_[i]; }
+
+ private:
+  struct Free {
+    void operator()(T* items) const { std::free(items); }
+  };
+  std::unique_ptr<T[], Free> items_;
+};
+
+// The cells of one memory. A cell of zeros is one without accesses, so that the pages of what a kernel leaves
+// alone are never touched: with all SMs resident these would be hundreds of megabytes.
 class Shadow {
  public:
   Shadow() = default;
-  explicit Shadow(size_t cells) : cells_(cells) {}
+  explicit Shadow(size_t cells) : cells_(cells), size_(cells) {}
 
   struct Conflict {
     Access earlier;
@@ -101,10 +125,11 @@ class Shadow {
             Conflict* conflict);
   bool Write(size_t first, size_t count, const Access& access, const VectorClock& clock, const Own& own,
              Conflict* conflict);
-  size_t size() const { return cells_.size(); }
+  size_t size() const { return size_; }
 
  private:
-  std::vector<Cell> cells_;
+  Zeros<Cell> cells_;
+  size_t size_ = 0;
   std::vector<std::vector<Access>> more_;
   std::vector<int32_t> free_;
 };

@@ -7,6 +7,7 @@ namespace {
 
 constexpr char kMagic[] = "FA4TMAP1";
 constexpr size_t kHashOffset = 120;
+constexpr uint64_t kMaxTileBytes = 1 << 24;
 
 uint64_t Hash(const uint8_t* bytes, size_t count) {
   uint64_t hash = 0xcbf29ce484222325;
@@ -120,6 +121,11 @@ std::string Validate(const TensorMap& map) {
     if (map.element_strides[i] == 0 || map.element_strides[i] > 8) {
       return Of("elementStrides", i, map.element_strides[i]) + ", not 1 to 8";
     }
+  }
+  uint64_t tile = element;
+  for (int i = 0; i < map.rank; ++i) tile *= TileExtent(map, i);
+  if (tile > kMaxTileBytes) {
+    return "the box has " + std::to_string(tile) + " bytes, more than shared memory";
   }
   const uint64_t inner = map.box[0] * element;
   if (inner % 16 != 0) {
