@@ -360,7 +360,7 @@ def _backward(
                     k, v = _hide_unseen(visible, k), _hide_unseen(visible, v)
                 logits, slope = _logits(problem, piece.scale, q, k, bias)
                 weights = jnp.exp(logits - e[..., None]) * r[..., None]
-                dlogits = weights * (_einsum("bkgqd,bksd->bkgqs", do, v) - d[..., None])
+                dlogits = weights * (_einsum("bkgqd,bksd->bkgqs", do, v.astype(do.dtype)) - d[..., None])
                 if visible is not None:
                     weights = jnp.where(visible, weights, 0)
                     dlogits = jnp.where(visible, dlogits, 0)
@@ -400,7 +400,7 @@ def _masks(
     bias = visible = None
     if bounds is not None:
         size = tiling.block_keys
-        position = key_block * size + lax.iota(np.int32, size)
+        position = (key_block * size + lax.iota(np.int32, size))[None, None, None, None]
         visible = (position >= bounds[0][..., None]) & (position < bounds[1][..., None])
     if piece.mask is not None:
         mask = tiling.block(piece.mask, row_block, key_block)

@@ -272,10 +272,11 @@ def _values_and_spreads(call: _Call) -> tuple[Results, Results]:
     probs2 = probs**2 * (1 + logits2 + r2 * exponents**2) + flushed2
 
     # `share` is what a sink leaves to the keys: probabilities in its presence are `heavy = share * probs`.
-    share = np.ones_like(lse)
+    # What the sink takes, `of_sink`, may be far below 1's last digit.
+    share, of_sink = np.ones_like(lse), np.zeros_like(lse)
     if call.sinks is not None:
-        sinks = wide(call.sinks).reshape(*split[1:], 1)
-        share = np.where(some, np.exp(-np.logaddexp(0, sinks - np.where(some, lse, 0))), 0)
+        less = np.logaddexp(0, wide(call.sinks).reshape(*split[1:], 1) - np.where(some, lse, 0))
+        share, of_sink = np.where(some, np.exp(-less), 0), -np.expm1(-less)
     heavy, heavy2 = probs * share[..., None], probs2 * share[..., None] ** 2
     out = heavy @ v
     acc2 = sums2(out, heavy**2 @ v**2, keys_of_row[..., None])
@@ -292,7 +293,7 @@ def _values_and_spreads(call: _Call) -> tuple[Results, Results]:
     dlogits2 = heavy2 * centred**2 + heavy**2 * dheavy2 + probs2 * dlse[..., None] ** 2 + flushed2
     ddelta, dcapped = heavy * slope, dlogits * slope
     dcapped2 = dlogits2 * slope**2 + dlogits**2 * slope2
-    dsinks, dsinks2 = -(1 - share) * delta, (1 - share) ** 2 * (delta2 + delta**2 * (r2 + share**2 * lse2))
+    dsinks, dsinks2 = -of_sink * delta, of_sink**2 * (delta2 + delta**2 * (r2 + share**2 * lse2))
 
     def with_row_errors(own2: np.ndarray, by_delta: np.ndarray, by_lse: np.ndarray) -> np.ndarray:
         """Adds the errors of delta and lse, which all of a row's dlogits share, to the sums over keys of theirs."""
