@@ -31,16 +31,23 @@ std::shared_ptr<const Program> Load(std::string text, const std::string& name) {
     if (one->name == name || (name.empty() && module->kernels.size() == 1)) kernel = one.get();
   }
   if (kernel == nullptr) {
-    throw nb::value_error(("the module has no kernel \"" + name + "\"; it has: " + names + ".").c_str());
+    throw nb::value_error(
+        ("the module has no kernel \"" + name + "\"; it has: " + names + ".").c_str());
   }
   return Decode(module, *kernel);
 }
 
 TensorMapType TypeNamed(const std::string& dtype) {
   static const std::pair<const char*, TensorMapType> kTypes[] = {
-      {"uint8", TensorMapType::kUint8},     {"uint16", TensorMapType::kUint16},     {"uint32", TensorMapType::kUint32},
-      {"int32", TensorMapType::kInt32},     {"uint64", TensorMapType::kUint64},     {"int64", TensorMapType::kInt64},
-      {"float16", TensorMapType::kFloat16}, {"float32", TensorMapType::kFloat32},   {"float64", TensorMapType::kFloat64},
+      {"uint8", TensorMapType::kUint8},
+      {"uint16", TensorMapType::kUint16},
+      {"uint32", TensorMapType::kUint32},
+      {"int32", TensorMapType::kInt32},
+      {"uint64", TensorMapType::kUint64},
+      {"int64", TensorMapType::kInt64},
+      {"float16", TensorMapType::kFloat16},
+      {"float32", TensorMapType::kFloat32},
+      {"float64", TensorMapType::kFloat64},
       {"bfloat16", TensorMapType::kBfloat16}};
   for (const auto& [name, type] : kTypes) {
     if (dtype == name) return type;
@@ -61,13 +68,19 @@ void AddBindings(nb::module_& m) {
   nb::class_<Program>(m, "Program")
       .def_prop_ro("name", [](const Program& self) { return self.kernel->name; })
       .def_prop_ro("target", [](const Program& self) { return self.module->target; })
-      .def_prop_ro("instructions", [](const Program& self) { return self.kernel->statements.size(); })
-      .def_prop_ro("virtual_registers", [](const Program& self) { return self.kernel->registers.size(); })
+      .def_prop_ro("instructions",
+                   [](const Program& self) { return self.kernel->statements.size(); })
+      .def_prop_ro("virtual_registers",
+                   [](const Program& self) { return self.kernel->registers.size(); })
       .def_prop_ro("register_rows", [](const Program& self) { return self.register_rows; })
-      .def_prop_ro("static_shared_bytes", [](const Program& self) { return self.static_shared_bytes; })
-      .def_prop_ro("parameter_bytes", [](const Program& self) { return self.kernel->parameter_bytes; })
-      .def_prop_ro("required_block", [](const Program& self) { return self.kernel->required_block; })
-      .def_prop_ro("required_cluster", [](const Program& self) { return self.kernel->required_cluster; })
+      .def_prop_ro("static_shared_bytes",
+                   [](const Program& self) { return self.static_shared_bytes; })
+      .def_prop_ro("parameter_bytes",
+                   [](const Program& self) { return self.kernel->parameter_bytes; })
+      .def_prop_ro("required_block",
+                   [](const Program& self) { return self.kernel->required_block; })
+      .def_prop_ro("required_cluster",
+                   [](const Program& self) { return self.kernel->required_cluster; })
       .def_prop_ro("parameters", [](const Program& self) {
         std::vector<std::tuple<std::string, uint32_t, uint32_t>> parameters;
         for (const ptx::Variable& one : self.kernel->parameters) {
@@ -87,7 +100,8 @@ void AddBindings(nb::module_& m) {
   nb::class_<Report>(m, "Report")
       .def_prop_ro("kind",
                    [](const Report& self) {
-                     static const char* const kNames[] = {"race", "deadlock", "misuse", "memory", "limit"};
+                     static const char* const kNames[] = {
+                         "race", "deadlock", "misuse", "memory", "limit"};
                      return kNames[static_cast<int>(self.kind)];
                    })
       .def_ro("message", &Report::message)
@@ -106,15 +120,23 @@ void AddBindings(nb::module_& m) {
         };
         LoadTables(span(ex2), span(rcp));
       },
-      nb::arg("ex2"), nb::arg("rcp"), "Loads the tables of the hardware's ex2 and rcp, gzip files of 2^23 bytes each.");
+      nb::arg("ex2"),
+      nb::arg("rcp"),
+      "Loads the tables of the hardware's ex2 and rcp, gzip files of 2^23 bytes each.");
   m.def(
       "emulator_encode_tensor_map",
-      [](uint64_t address, const std::string& dtype, const std::vector<uint64_t>& dims,
-         const std::vector<uint64_t>& strides, const std::vector<uint32_t>& box, int swizzle) {
+      [](uint64_t address,
+         const std::string& dtype,
+         const std::vector<uint64_t>& dims,
+         const std::vector<uint64_t>& strides,
+         const std::vector<uint32_t>& box,
+         int swizzle) {
         TensorMap map;
         map.type = TypeNamed(dtype);
-        if (dims.empty() || dims.size() > kMaxRank || box.size() != dims.size() || strides.size() + 1 != dims.size()) {
-          throw nb::value_error("a tensor map has 1 to 5 dims, as many box sizes, and one stride less.");
+        if (dims.empty() || dims.size() > kMaxRank || box.size() != dims.size() ||
+            strides.size() + 1 != dims.size()) {
+          throw nb::value_error(
+              "a tensor map has 1 to 5 dims, as many box sizes, and one stride less.");
         }
         map.rank = static_cast<int>(dims.size());
         map.global_address = address;
@@ -135,18 +157,37 @@ void AddBindings(nb::module_& m) {
         const auto bytes = EncodeTensorMap(map);
         return nb::bytes(reinterpret_cast<const char*>(bytes.data()), bytes.size());
       },
-      nb::arg("address"), nb::arg("dtype"), nb::arg("dims"), nb::arg("strides"), nb::arg("box"), nb::arg("swizzle"),
-      "The 128 bytes of a tensor map, in the emulator's own layout. Raises ValueError for what the driver refuses.");
+      nb::arg("address"),
+      nb::arg("dtype"),
+      nb::arg("dims"),
+      nb::arg("strides"),
+      nb::arg("box"),
+      nb::arg("swizzle"),
+      "The 128 bytes of a tensor map, in the emulator's own layout. Raises ValueError for what the "
+      "driver refuses.");
 
-  m.def("emulator_load", &Load, nb::arg("text"), nb::arg("kernel") = "",
-        "Parses PTX and decodes one kernel of it. Raises PtxError, with the line, for what is not supported.");
+  m.def("emulator_load",
+        &Load,
+        nb::arg("text"),
+        nb::arg("kernel") = "",
+        "Parses PTX and decodes one kernel of it. Raises PtxError, with the line, for what is not "
+        "supported.");
   m.def(
       "emulator_run",
-      [](std::shared_ptr<Program> program, std::array<uint32_t, 3> grid, std::array<uint32_t, 3> block,
-         std::array<uint32_t, 3> cluster, uint32_t dynamic_shared_bytes, nb::bytes parameters,
+      [](std::shared_ptr<Program> program,
+         std::array<uint32_t, 3> grid,
+         std::array<uint32_t, 3> block,
+         std::array<uint32_t, 3> cluster,
+         uint32_t dynamic_shared_bytes,
+         nb::bytes parameters,
          const std::vector<std::tuple<std::string, uint64_t, Bytes>>& outputs,
-         const std::vector<std::tuple<std::string, uint64_t, ReadOnlyBytes>>& inputs, uint64_t seed, bool strict,
-         bool check_races, uint32_t sm_count, uint64_t max_instructions, nb::object progress) {
+         const std::vector<std::tuple<std::string, uint64_t, ReadOnlyBytes>>& inputs,
+         uint64_t seed,
+         bool strict,
+         bool check_races,
+         uint32_t sm_count,
+         uint64_t max_instructions,
+         nb::object progress) {
         Launch launch;
         launch.program = program;
         launch.grid = grid;
@@ -158,7 +199,8 @@ void AddBindings(nb::module_& m) {
           launch.buffers.push_back({name, bytes.data(), bytes.size(), true, address});
         }
         for (const auto& [name, address, bytes] : inputs) {
-          launch.buffers.push_back({name, const_cast<uint8_t*>(bytes.data()), bytes.size(), false, address});
+          launch.buffers.push_back(
+              {name, const_cast<uint8_t*>(bytes.data()), bytes.size(), false, address});
         }
         Options options;
         options.seed = seed;
@@ -170,7 +212,9 @@ void AddBindings(nb::module_& m) {
           nb::gil_scoped_acquire acquire;
           if (PyErr_CheckSignals() != 0) return false;
           if (progress.is_none() || done == UINT64_MAX) return true;
-          PyObject* answer = PyObject_CallFunction(progress.ptr(), "KK", static_cast<unsigned long long>(done),
+          PyObject* answer = PyObject_CallFunction(progress.ptr(),
+                                                   "KK",
+                                                   static_cast<unsigned long long>(done),
                                                    static_cast<unsigned long long>(total));
           Py_XDECREF(answer);
           return answer != nullptr;
@@ -185,9 +229,21 @@ void AddBindings(nb::module_& m) {
         if (PyErr_Occurred()) throw nb::python_error();
         return result;
       },
-      nb::arg("program"), nb::kw_only(), nb::arg("grid"), nb::arg("block"), nb::arg("cluster"),
-      nb::arg("dynamic_shared_bytes"), nb::arg("parameters"), nb::arg("outputs"), nb::arg("inputs"), nb::arg("seed"),
-      nb::arg("strict"), nb::arg("check_races"), nb::arg("sm_count"), nb::arg("max_instructions"), nb::arg("progress").none(),
+      nb::arg("program"),
+      nb::kw_only(),
+      nb::arg("grid"),
+      nb::arg("block"),
+      nb::arg("cluster"),
+      nb::arg("dynamic_shared_bytes"),
+      nb::arg("parameters"),
+      nb::arg("outputs"),
+      nb::arg("inputs"),
+      nb::arg("seed"),
+      nb::arg("strict"),
+      nb::arg("check_races"),
+      nb::arg("sm_count"),
+      nb::arg("max_instructions"),
+      nb::arg("progress").none(),
       "Runs a launch to its end, or to the first fatal report.");
 }
 

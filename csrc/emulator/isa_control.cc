@@ -37,8 +37,10 @@ Outcome BranchIndexed(Context& context, const Inst& inst) {
   for (int lane = 0; lane < kLanes; ++lane) {
     if (!(context.mask >> lane & 1)) continue;
     if (index[lane] >= table.size()) {
-      context.machine.Misuse(context, lane, "brx.idx has index " + std::to_string(index[lane]) + " of a list of " +
-                                                std::to_string(table.size()) + " targets.");
+      context.machine.Misuse(context,
+                             lane,
+                             "brx.idx has index " + std::to_string(index[lane]) + " of a list of " +
+                                 std::to_string(table.size()) + " targets.");
       return Outcome::kMoved;
     }
     Group one = group;
@@ -77,23 +79,30 @@ bool Converged(const Context& context, uint32_t member) {
 
 std::string WaitsForLanes(Context& context, const Inst& inst) {
   uint32_t member = ~0u;
-  if (inst.mode[0] != 0) member = context.Row(inst.source[inst.mode[0] - 1])[std::countr_zero(context.mask)];
+  if (inst.mode[0] != 0)
+    member = context.Row(inst.source[inst.mode[0] - 1])[std::countr_zero(context.mask)];
   char text[80];
-  std::snprintf(text, sizeof(text), "wait for lanes %08x of their warp to arrive here",
+  std::snprintf(text,
+                sizeof(text),
+                "wait for lanes %08x of their warp to arrive here",
                 context.warp.live & member & ~context.mask);
   return text;
 }
 
-// The member mask of an instruction whose source mode[0] - 1 it is. Fails if a lane is not in its own mask.
+// The member mask of an instruction whose source mode[0] - 1 it is. Fails if a lane is not in its
+// own mask.
 bool Members(Context& context, const Inst& inst, uint32_t* member) {
   *member = context.Row(inst.source[inst.mode[0] - 1])[std::countr_zero(context.mask)];
   if ((context.mask & ~*member) == 0) return true;
-  context.machine.Misuse(context, std::countr_zero(context.mask & ~*member),
-                         "a lane executes a .sync instruction whose member mask does not contain it.");
+  context.machine.Misuse(
+      context,
+      std::countr_zero(context.mask & ~*member),
+      "a lane executes a .sync instruction whose member mask does not contain it.");
   return false;
 }
 
-// Lanes may execute bar.warp.sync at different places of the program: it is the member mask that makes them meet.
+// Lanes may execute bar.warp.sync at different places of the program: it is the member mask that
+// makes them meet.
 Outcome WarpSync(Context& context, const Inst& inst) {
   uint32_t member;
   if (!Members(context, inst, &member)) return Outcome::kMoved;
@@ -101,7 +110,8 @@ Outcome WarpSync(Context& context, const Inst& inst) {
   const auto meets = [&](const Group& group) {
     if (&group == &context.group || !group.arrived) return false;
     const Inst& other = context.machine.program().instructions[group.pc];
-    return other.execute == WarpSync && context.Row(other.source[0])[std::countr_zero(group.mask)] == member;
+    return other.execute == WarpSync &&
+           context.Row(other.source[0])[std::countr_zero(group.mask)] == member;
   };
   uint32_t here = context.mask;
   for (const Group& group : warp.groups) {
@@ -179,8 +189,10 @@ Outcome Shuffle(Context& context, const Inst& inst) {
     }
     if (!valid) source = lane;
     if (context.mask >> lane & 1 && valid && !(context.mask >> source & 1)) {
-      context.machine.Misuse(context, lane,
-                             "shfl.sync reads lane " + std::to_string(source) + ", which does not take part.");
+      context.machine.Misuse(
+          context,
+          lane,
+          "shfl.sync reads lane " + std::to_string(source) + ", which does not take part.");
       return Outcome::kMoved;
     }
     result[lane] = from[source];
@@ -227,7 +239,8 @@ Outcome Match(Context& context, const Inst& inst) {
   if (!Members(context, inst, &member)) return Outcome::kMoved;
   if (!Converged(context, member)) return Outcome::kBlocked;
   const auto value = [&](int lane) -> uint64_t {
-    return inst.source[0].bits == 64 ? context.Wide(inst.source[0])[lane] : context.Row(inst.source[0])[lane];
+    return inst.source[0].bits == 64 ? context.Wide(inst.source[0])[lane]
+                                     : context.Row(inst.source[0])[lane];
   };
   uint32_t result[kLanes] = {};
   uint32_t all = ~0u;
@@ -240,13 +253,25 @@ Outcome Match(Context& context, const Inst& inst) {
   }
   uint32_t* row = context.MutableRow(inst.destination[0]);
   for (int lane = 0; lane < kLanes; ++lane) {
-    if (context.mask >> lane & 1) row[lane] = inst.mode[1] == kAll ? context.mask & all : result[lane];
+    if (context.mask >> lane & 1)
+      row[lane] = inst.mode[1] == kAll ? context.mask & all : result[lane];
   }
   context.SetPredicate(inst.destination[1], all);
   return Outcome::kNext;
 }
 
-enum ReduceMode : uint32_t { kAdd, kMinSigned, kMaxSigned, kMinUnsigned, kMaxUnsigned, kAnd, kOr, kXor, kMinFloat, kMaxFloat };
+enum ReduceMode : uint32_t {
+  kAdd,
+  kMinSigned,
+  kMaxSigned,
+  kMinUnsigned,
+  kMaxUnsigned,
+  kAnd,
+  kOr,
+  kXor,
+  kMinFloat,
+  kMaxFloat
+};
 
 Outcome Reduce(Context& context, const Inst& inst) {
   uint32_t member;
@@ -271,10 +296,12 @@ Outcome Reduce(Context& context, const Inst& inst) {
         result += x;
         break;
       case kMinSigned:
-        result = static_cast<uint32_t>(std::min(static_cast<int32_t>(result), static_cast<int32_t>(x)));
+        result =
+            static_cast<uint32_t>(std::min(static_cast<int32_t>(result), static_cast<int32_t>(x)));
         break;
       case kMaxSigned:
-        result = static_cast<uint32_t>(std::max(static_cast<int32_t>(result), static_cast<int32_t>(x)));
+        result =
+            static_cast<uint32_t>(std::max(static_cast<int32_t>(result), static_cast<int32_t>(x)));
         break;
       case kMinUnsigned:
         result = std::min(result, x);
@@ -297,7 +324,8 @@ Outcome Reduce(Context& context, const Inst& inst) {
         } else if (a != a) {
           result = x;
         } else if (b == b) {
-          result = std::bit_cast<uint32_t>(inst.mode[1] == kMinFloat ? (b < a ? b : a) : (a < b ? b : a));
+          result = std::bit_cast<uint32_t>(inst.mode[1] == kMinFloat ? (b < a ? b : a)
+                                                                     : (a < b ? b : a));
         }
     }
   }
@@ -315,8 +343,9 @@ std::string WaitsForBarrier(Context& context, const Inst& inst) {
   const uint32_t number = context.Row(inst.source[0])[std::countr_zero(context.mask)];
   if (number >= 16) return "wait";
   const NamedBarrier& barrier = context.cta.barriers[number];
-  return "wait at barrier " + std::to_string(number) + ", where " + std::to_string(barrier.arrived) + " of " +
-         std::to_string(barrier.expected) + " threads have arrived";
+  return "wait at barrier " + std::to_string(number) + ", where " +
+         std::to_string(barrier.arrived) + " of " + std::to_string(barrier.expected) +
+         " threads have arrived";
 }
 
 // Bits of mode[0].
@@ -329,7 +358,8 @@ Outcome Barrier(Context& context, const Inst& inst) {
   const int first = std::countr_zero(context.mask);
   const uint32_t number = context.Row(inst.source[0])[first];
   if (number >= 16) {
-    machine.Misuse(context, first, "there are barriers 0 to 15, not " + std::to_string(number) + ".");
+    machine.Misuse(
+        context, first, "there are barriers 0 to 15, not " + std::to_string(number) + ".");
     return Outcome::kMoved;
   }
   NamedBarrier& barrier = context.cta.barriers[number];
@@ -339,17 +369,21 @@ Outcome Barrier(Context& context, const Inst& inst) {
     if (inst.mode[0] & kHasCount) {
       expected = context.Row(inst.source[1])[first];
       if (expected == 0 || expected % kLanes != 0) {
-        machine.Misuse(context, first, "the thread count of a barrier must be a positive multiple of 32, not " +
-                                           std::to_string(expected) + ".");
+        machine.Misuse(context,
+                       first,
+                       "the thread count of a barrier must be a positive multiple of 32, not " +
+                           std::to_string(expected) + ".");
         return Outcome::kMoved;
       }
     } else {
       expected = context.cta.live_warps * kLanes;
     }
     if (barrier.arrived != 0 && barrier.expected != expected) {
-      machine.Misuse(context, first, "barrier " + std::to_string(number) + " expects " +
-                                         std::to_string(barrier.expected) + " threads, but here " +
-                                         std::to_string(expected) + " are named.");
+      machine.Misuse(context,
+                     first,
+                     "barrier " + std::to_string(number) + " expects " +
+                         std::to_string(barrier.expected) + " threads, but here " +
+                         std::to_string(expected) + " are named.");
       return Outcome::kMoved;
     }
     barrier.expected = expected;
@@ -360,8 +394,10 @@ Outcome Barrier(Context& context, const Inst& inst) {
     barrier.arrived += whole ? kLanes : static_cast<uint32_t>(std::popcount(context.mask));
     group.ticket = barrier.generation;
     if (barrier.arrived > barrier.expected) {
-      machine.Misuse(context, first, "more threads arrive at barrier " + std::to_string(number) + " than the " +
-                                         std::to_string(barrier.expected) + " that it expects.");
+      machine.Misuse(context,
+                     first,
+                     "more threads arrive at barrier " + std::to_string(number) + " than the " +
+                         std::to_string(barrier.expected) + " that it expects.");
       return Outcome::kMoved;
     }
     if (barrier.arrived == barrier.expected) {
@@ -425,7 +461,8 @@ Outcome ClusterWait(Context& context, const Inst& inst) {
   CompleteCluster(context);  // threads that ended do not keep the others waiting
   NamedBarrier& barrier = context.cta.cluster->barrier;
   for (int lane = 0; lane < kLanes; ++lane) {
-    if (context.mask >> lane & 1 && context.warp.cluster_ticket[lane] == barrier.generation) return Outcome::kBlocked;
+    if (context.mask >> lane & 1 && context.warp.cluster_ticket[lane] == barrier.generation)
+      return Outcome::kBlocked;
   }
   if (inst.mode[1]) context.machine.Learn(context.warp, context.mask, barrier.completed);
   return Outcome::kNext;
@@ -445,8 +482,10 @@ Outcome SetMaxRegisters(Context& context, const Inst& inst) {
   const auto wanted = static_cast<uint32_t>(inst.immediate[0]);
   if (inst.mode[1]) {  // inc
     if (wanted < warp.register_count) {
-      context.machine.Misuse(context, -1, "setmaxnreg.inc to " + std::to_string(wanted) + " is below the " +
-                                              std::to_string(warp.register_count) + " registers held.");
+      context.machine.Misuse(context,
+                             -1,
+                             "setmaxnreg.inc to " + std::to_string(wanted) + " is below the " +
+                                 std::to_string(warp.register_count) + " registers held.");
       return Outcome::kMoved;
     }
     const uint32_t more = (wanted - warp.register_count) * kLanes;
@@ -454,8 +493,10 @@ Outcome SetMaxRegisters(Context& context, const Inst& inst) {
     context.cta.free_registers -= more;
   } else {
     if (wanted > warp.register_count) {
-      context.machine.Misuse(context, -1, "setmaxnreg.dec to " + std::to_string(wanted) + " is above the " +
-                                              std::to_string(warp.register_count) + " registers held.");
+      context.machine.Misuse(context,
+                             -1,
+                             "setmaxnreg.dec to " + std::to_string(wanted) + " is above the " +
+                                 std::to_string(warp.register_count) + " registers held.");
       return Outcome::kMoved;
     }
     context.cta.free_registers += (warp.register_count - wanted) * kLanes;
@@ -517,7 +558,9 @@ void Member(Decoder& decoder, size_t operand, uint32_t source) {
   inst.describe_wait = WaitsForLanes;
 }
 
-bool Lookup(std::string_view name, std::initializer_list<std::pair<std::string_view, uint32_t>> table, uint32_t* value) {
+bool Lookup(std::string_view name,
+            std::initializer_list<std::pair<std::string_view, uint32_t>> table,
+            uint32_t* value) {
   for (const auto& [key, found] : table) {
     if (key == name) {
       *value = found;
@@ -563,7 +606,8 @@ bool DecodeControl(Decoder& decoder, Parts parts) {
     inst.execute = Nothing;
   } else if (name == "griddepcontrol") {
     // Launches do not overlap here: what the earlier grid did is done.
-    if (!parts.Take("wait") && !parts.Take("launch_dependents")) decoder.Fail("griddepcontrol waits or launches.");
+    if (!parts.Take("wait") && !parts.Take("launch_dependents"))
+      decoder.Fail("griddepcontrol waits or launches.");
     inst.execute = Nothing;
   } else if (name == "bar" && parts.Take("warp")) {
     parts.Take("sync");
@@ -583,7 +627,9 @@ bool DecodeControl(Decoder& decoder, Parts parts) {
   } else if (name == "shfl") {
     if (!parts.Take("sync")) decoder.Fail("shfl without .sync is not supported.");
     uint32_t mode;
-    if (!Lookup(parts.Next(), {{"up", kUp}, {"down", kDown}, {"bfly", kButterfly}, {"idx", kIndex}}, &mode)) {
+    if (!Lookup(parts.Next(),
+                {{"up", kUp}, {"down", kDown}, {"bfly", kButterfly}, {"idx", kIndex}},
+                &mode)) {
       decoder.Fail("shfl.sync is up, down, bfly or idx.");
     }
     inst.mode[1] = mode;
@@ -596,11 +642,14 @@ bool DecodeControl(Decoder& decoder, Parts parts) {
   } else if (name == "vote") {
     if (!parts.Take("sync")) decoder.Fail("vote without .sync is not supported.");
     uint32_t mode;
-    if (!Lookup(parts.Next(), {{"all", kAll}, {"any", kAny}, {"uni", kUniform}, {"ballot", kBallot}}, &mode)) {
+    if (!Lookup(parts.Next(),
+                {{"all", kAll}, {"any", kAny}, {"uni", kUniform}, {"ballot", kBallot}},
+                &mode)) {
       decoder.Fail("vote.sync is all, any, uni or ballot.");
     }
     inst.mode[1] = mode;
-    if (!parts.Take(mode == kBallot ? "b32" : "pred")) decoder.Fail("vote.sync has the wrong type.");
+    if (!parts.Take(mode == kBallot ? "b32" : "pred"))
+      decoder.Fail("vote.sync has the wrong type.");
     decoder.ExpectOperands(3, 3);
     inst.destination[0] = mode == kBallot ? decoder.Destination(decoder.Operand(0), 32)
                                           : decoder.PredicateDestination(decoder.Operand(0));
@@ -614,7 +663,8 @@ bool DecodeControl(Decoder& decoder, Parts parts) {
     inst.execute = ActiveMask;
   } else if (name == "match") {
     const std::string_view what = parts.Next();
-    if ((what != "any" && what != "all") || !parts.Take("sync")) decoder.Fail("match is any.sync or all.sync.");
+    if ((what != "any" && what != "all") || !parts.Take("sync"))
+      decoder.Fail("match is any.sync or all.sync.");
     inst.mode[1] = what == "all" ? kAll : kAny;
     const int bits = parts.Take("b64") ? 64 : 32;
     if (bits == 32 && !parts.Take("b32")) decoder.Fail("match.sync compares .b32 or .b64.");
@@ -631,9 +681,18 @@ bool DecodeControl(Decoder& decoder, Parts parts) {
     const std::string_view type = parts.Next();
     uint32_t mode;
     if (!Lookup(std::string(what) + "." + std::string(type),
-                {{"add.s32", kAdd}, {"add.u32", kAdd}, {"min.s32", kMinSigned}, {"max.s32", kMaxSigned},
-                 {"min.u32", kMinUnsigned}, {"max.u32", kMaxUnsigned}, {"and.b32", kAnd}, {"or.b32", kOr},
-                 {"xor.b32", kXor}, {"min.f32", kMinFloat}, {"max.f32", kMaxFloat}}, &mode)) {
+                {{"add.s32", kAdd},
+                 {"add.u32", kAdd},
+                 {"min.s32", kMinSigned},
+                 {"max.s32", kMaxSigned},
+                 {"min.u32", kMinUnsigned},
+                 {"max.u32", kMaxUnsigned},
+                 {"and.b32", kAnd},
+                 {"or.b32", kOr},
+                 {"xor.b32", kXor},
+                 {"min.f32", kMinFloat},
+                 {"max.f32", kMaxFloat}},
+                &mode)) {
       decoder.Fail("this redux.sync is not supported.");
     }
     inst.mode[1] = mode;
@@ -644,7 +703,8 @@ bool DecodeControl(Decoder& decoder, Parts parts) {
     inst.execute = Reduce;
   } else if (name == "setmaxnreg") {
     const std::string_view what = parts.Next();
-    if ((what != "inc" && what != "dec") || !parts.Take("sync") || !parts.Take("aligned") || !parts.Take("u32")) {
+    if ((what != "inc" && what != "dec") || !parts.Take("sync") || !parts.Take("aligned") ||
+        !parts.Take("u32")) {
       decoder.Fail("setmaxnreg is inc or dec, .sync.aligned.u32.");
     }
     decoder.ExpectOperands(1, 1);
@@ -658,7 +718,8 @@ bool DecodeControl(Decoder& decoder, Parts parts) {
   } else {
     return false;
   }
-  if (!parts.done()) decoder.Fail("modifier \"." + std::string(parts.Peek()) + "\" is not supported here.");
+  if (!parts.done())
+    decoder.Fail("modifier \"." + std::string(parts.Peek()) + "\" is not supported here.");
   return true;
 }
 

@@ -24,10 +24,10 @@ std::string Hex(uint64_t number) {
 
 // mode[0] of all copies: what they copy, and how they signal.
 enum Flag : uint32_t {
-  kTensor = 1,         // by a tensor map
-  kToGlobal = 2,       // from shared memory to global memory
-  kFromShared = 4,     // from this CTA's shared memory to another's
-  kReduce = 8,         // adds, or otherwise combines, instead of storing
+  kTensor = 1,      // by a tensor map
+  kToGlobal = 2,    // from shared memory to global memory
+  kFromShared = 4,  // from this CTA's shared memory to another's
+  kReduce = 8,      // adds, or otherwise combines, instead of storing
   kMulticast = 16,
   kClusterAddress = 32,  // the destination is given in shared::cluster
 };
@@ -36,15 +36,24 @@ uint32_t OwnRank(const Context& context, uint32_t address, bool cluster) {
   return cluster || address >> 24 != 0 ? address : address | context.cta.rank << 24;
 }
 
-// Places in shared memory that one copy reads or writes: (offset, size) of one CTA, all within its window.
-bool CheckShared(Context& context, int lane, uint32_t address, uint32_t size, uint32_t alignment,
+// Places in shared memory that one copy reads or writes: (offset, size) of one CTA, all within its
+// window.
+bool CheckShared(Context& context,
+                 int lane,
+                 uint32_t address,
+                 uint32_t size,
+                 uint32_t alignment,
                  std::optional<Machine::SharedPlace>* place) {
   *place = context.machine.FindShared(context.cta, address, size);
   if (*place && address % alignment == 0) return true;
-  context.machine.Misuse(context, lane,
-                         "a bulk copy uses shared address " + Hex(address) + " (" + std::to_string(size) +
-                             " bytes), which is out of range or not aligned to " + std::to_string(alignment) + " bytes.",
-                         true, Report::Kind::kMemory);
+  context.machine.Misuse(context,
+                         lane,
+                         "a bulk copy uses shared address " + Hex(address) + " (" +
+                             std::to_string(size) +
+                             " bytes), which is out of range or not aligned to " +
+                             std::to_string(alignment) + " bytes.",
+                         true,
+                         Report::Kind::kMemory);
   return false;
 }
 
@@ -85,7 +94,8 @@ void CombineElements(ReduceOperation operation, uint8_t* to, const uint8_t* from
   }
 }
 
-void CombineHalves(ReduceOperation operation, HalfType type, uint8_t* to, const uint8_t* from, size_t bytes) {
+void CombineHalves(
+    ReduceOperation operation, HalfType type, uint8_t* to, const uint8_t* from, size_t bytes) {
   for (size_t i = 0; i + 2 <= bytes; i += 2) {
     uint16_t a, b;
     std::memcpy(&a, to + i, 2);
@@ -119,7 +129,8 @@ void CombineBytes(uint32_t mode, uint8_t* to, const uint8_t* from, size_t bytes)
   }
 }
 
-// Whether the copy engine combines numbers of this type so (9.7.9.25.4.2, table of cp.reduce.async.bulk).
+// Whether the copy engine combines numbers of this type so (9.7.9.25.4.2, table of
+// cp.reduce.async.bulk).
 bool IsReduction(ReduceOperation operation, ReduceType type) {
   const bool is_half = type == ReduceType::kF16 || type == ReduceType::kBf16;
   if (operation == ReduceOperation::kAdd) return true;
@@ -166,17 +177,24 @@ struct Destination {
 };
 
 // Arrives at the mbarrier of each destination with the bytes that were written there.
-bool Complete(Machine& machine, Operation& operation, const std::vector<Machine::SharedPlace>& barriers, int64_t bytes) {
+bool Complete(Machine& machine,
+              Operation& operation,
+              const std::vector<Machine::SharedPlace>& barriers,
+              int64_t bytes) {
   for (const Machine::SharedPlace& place : barriers) {
     const auto it = place.cta->mbarriers.find(place.offset);
     if (it == place.cta->mbarriers.end()) {
-      Fault(machine, operation, "the copy completes on shared address " + Hex(place.offset) +
-                                    ", where there is no initialised mbarrier.");
+      Fault(machine,
+            operation,
+            "the copy completes on shared address " + Hex(place.offset) +
+                ", where there is no initialised mbarrier.");
       return false;
     }
     if (machine.options().strict && !it->second.fenced) {
-      Fault(machine, operation, "the copy engine signals an mbarrier whose initialisation no "
-                                "fence.mbarrier_init has made visible to it.");
+      Fault(machine,
+            operation,
+            "the copy engine signals an mbarrier whose initialisation no "
+            "fence.mbarrier_init has made visible to it.");
     }
     machine.Transact(*place.cta, it->second, -bytes, &operation.clock);
   }
@@ -189,7 +207,8 @@ bool SlotsAreFree(const Context& context) {
 }
 
 std::string WaitsForCopies(Context& context, const Inst&) {
-  return "wait for some of the " + std::to_string(context.cta.copies.size()) + " copies in flight to end";
+  return "wait for some of the " + std::to_string(context.cta.copies.size()) +
+         " copies in flight to end";
 }
 
 void Enqueue(Context& context, std::unique_ptr<Operation> operation) {
@@ -206,28 +225,44 @@ Outcome BulkToShared(Context& context, const Inst& inst) {
     if (!(context.mask >> lane & 1)) continue;
     const auto size = static_cast<uint32_t>(LaneValue(context, inst.source[2], lane));
     const uint32_t to =
-        OwnRank(context, static_cast<uint32_t>(LaneValue(context, inst.source[0], lane) + inst.immediate[0]), cluster);
-    const uint64_t from = LaneValue(context, inst.source[1], lane) + static_cast<uint64_t>(inst.immediate[1]);
+        OwnRank(context,
+                static_cast<uint32_t>(LaneValue(context, inst.source[0], lane) + inst.immediate[0]),
+                cluster);
+    const uint64_t from =
+        LaneValue(context, inst.source[1], lane) + static_cast<uint64_t>(inst.immediate[1]);
     const uint32_t barrier =
-        OwnRank(context, static_cast<uint32_t>(LaneValue(context, inst.source[3], lane) + inst.mode[3]), cluster);
+        OwnRank(context,
+                static_cast<uint32_t>(LaneValue(context, inst.source[3], lane) + inst.mode[3]),
+                cluster);
     if (size == 0 || size % 16 != 0) {
-      machine.Misuse(context, lane, "a bulk copy's size must be a positive multiple of 16 bytes, not " +
-                                        std::to_string(size) + ".");
+      machine.Misuse(context,
+                     lane,
+                     "a bulk copy's size must be a positive multiple of 16 bytes, not " +
+                         std::to_string(size) + ".");
       return Outcome::kMoved;
     }
     std::optional<Machine::SharedPlace> place, source, signal;
-    if (!CheckShared(context, lane, to, size, 16, &place) || !CheckShared(context, lane, barrier, 8, 8, &signal)) {
+    if (!CheckShared(context, lane, to, size, 16, &place) ||
+        !CheckShared(context, lane, barrier, 8, 8, &signal)) {
       return Outcome::kMoved;
     }
     const bool from_shared = inst.mode[0] & kFromShared;
     if (from_shared) {
-      if (!CheckShared(context, lane, OwnRank(context, static_cast<uint32_t>(from), false), size, 16, &source)) {
+      if (!CheckShared(context,
+                       lane,
+                       OwnRank(context, static_cast<uint32_t>(from), false),
+                       size,
+                       16,
+                       &source)) {
         return Outcome::kMoved;
       }
     } else if (machine.FindGlobal(from, size, false) == nullptr || from % 16 != 0) {
-      machine.Misuse(context, lane, "a bulk copy reads global address " + Hex(from) + " (" + std::to_string(size) +
-                                        " bytes), which is out of range or not aligned to 16 bytes.",
-                     true, Report::Kind::kMemory);
+      machine.Misuse(context,
+                     lane,
+                     "a bulk copy reads global address " + Hex(from) + " (" + std::to_string(size) +
+                         " bytes), which is out of range or not aligned to 16 bytes.",
+                     true,
+                     Report::Kind::kMemory);
       return Outcome::kMoved;
     }
     std::vector<Machine::SharedPlace> places, signals;
@@ -242,7 +277,8 @@ Outcome BulkToShared(Context& context, const Inst& inst) {
       places.push_back(*place);
       signals.push_back(*signal);
     }
-    auto operation = machine.NewOperation(context, lane, "cp.async.bulk", machine.TakeCopySlot(context.cta));
+    auto operation =
+        machine.NewOperation(context, lane, "cp.async.bulk", machine.TakeCopySlot(context.cta));
     operation->run = [&machine, places, signals, source, from, size](Operation& self) {
       const uint8_t* bytes;
       if (source) {
@@ -266,7 +302,8 @@ Outcome BulkToShared(Context& context, const Inst& inst) {
 
 using BulkGroups = std::vector<std::shared_ptr<BulkGroup>>;
 
-std::function<void(Operation&)> InTwoSteps(Machine& machine, BulkGroups groups,
+std::function<void(Operation&)> InTwoSteps(Machine& machine,
+                                           BulkGroups groups,
                                            std::function<void(Operation&)> read,
                                            std::function<void(Operation&)> write) {
   return [&machine, groups, read, write](Operation& self) {
@@ -309,29 +346,39 @@ Outcome BulkToGlobal(Context& context, const Inst& inst) {
   Machine& machine = context.machine;
   for (int lane = 0; lane < kLanes; ++lane) {
     if (!(context.mask >> lane & 1)) continue;
-    const uint64_t to = LaneValue(context, inst.source[0], lane) + static_cast<uint64_t>(inst.immediate[0]);
+    const uint64_t to =
+        LaneValue(context, inst.source[0], lane) + static_cast<uint64_t>(inst.immediate[0]);
     const auto size = static_cast<uint32_t>(LaneValue(context, inst.source[2], lane));
     std::optional<Machine::SharedPlace> place;
     const uint32_t from =
-        OwnRank(context, static_cast<uint32_t>(LaneValue(context, inst.source[1], lane) + inst.immediate[1]), false);
+        OwnRank(context,
+                static_cast<uint32_t>(LaneValue(context, inst.source[1], lane) + inst.immediate[1]),
+                false);
     if (size == 0 || size % 16 != 0) {
-      machine.Misuse(context, lane, "a bulk copy's size must be a positive multiple of 16 bytes, not " +
-                                        std::to_string(size) + ".");
+      machine.Misuse(context,
+                     lane,
+                     "a bulk copy's size must be a positive multiple of 16 bytes, not " +
+                         std::to_string(size) + ".");
       return Outcome::kMoved;
     }
     if (!CheckShared(context, lane, from, size, 16, &place)) return Outcome::kMoved;
     if (machine.FindGlobal(to, size, true) == nullptr || to % 16 != 0) {
-      machine.Misuse(context, lane, "a bulk copy writes global address " + Hex(to) + " (" + std::to_string(size) +
-                                        " bytes), which is out of range, not writable or not aligned to 16 bytes.",
-                     true, Report::Kind::kMemory);
+      machine.Misuse(context,
+                     lane,
+                     "a bulk copy writes global address " + Hex(to) + " (" + std::to_string(size) +
+                         " bytes), which is out of range, not writable or not aligned to 16 bytes.",
+                     true,
+                     Report::Kind::kMemory);
       return Outcome::kMoved;
     }
-    auto operation = machine.NewOperation(context, lane, "cp.async.bulk", machine.TakeCopySlot(context.cta));
+    auto operation =
+        machine.NewOperation(context, lane, "cp.async.bulk", machine.TakeCopySlot(context.cta));
     const BulkGroups groups = CountInGroups(context, 1u << lane, *operation);
     auto bytes = std::make_shared<std::vector<uint8_t>>(size);
     const uint32_t reduce = inst.mode[0] & kReduce ? inst.mode[2] : UINT32_MAX;
     operation->run = InTwoSteps(
-        machine, groups,
+        machine,
+        groups,
         [&machine, place, bytes](Operation& self) {
           machine.AccessShared(self, *place, static_cast<uint32_t>(bytes->size()), false);
           std::memcpy(bytes->data(), place->cta->shared.data() + place->offset, bytes->size());
@@ -380,33 +427,43 @@ std::vector<int32_t> Coordinates(const Context& context, const Inst& inst, int l
   std::vector<int32_t> coordinates;
   const Program& program = context.machine.program();
   for (uint32_t i = 0; i < inst.source_count; ++i) {
-    coordinates.push_back(static_cast<int32_t>(context.Row(program.refs[inst.first_source + i])[lane]));
+    coordinates.push_back(
+        static_cast<int32_t>(context.Row(program.refs[inst.first_source + i])[lane]));
   }
   return coordinates;
 }
 
-// source[0] shared address, source[1] map, source[3] mbarrier, source[4] CTA mask; the list: coordinates.
+// source[0] shared address, source[1] map, source[3] mbarrier, source[4] CTA mask; the list:
+// coordinates.
 Outcome TensorToShared(Context& context, const Inst& inst) {
   if (!SlotsAreFree(context)) return Outcome::kBlocked;
   Machine& machine = context.machine;
   const bool cluster = inst.mode[0] & kClusterAddress;
   for (int lane = 0; lane < kLanes; ++lane) {
     if (!(context.mask >> lane & 1)) continue;
-    const TensorMap* map = MapAt(context, lane, LaneValue(context, inst.source[1], lane) + inst.immediate[1]);
+    const TensorMap* map =
+        MapAt(context, lane, LaneValue(context, inst.source[1], lane) + inst.immediate[1]);
     if (map == nullptr) return Outcome::kMoved;
     const std::vector<int32_t> coordinates = Coordinates(context, inst, lane);
     if (static_cast<int>(coordinates.size()) != map->rank) {
-      machine.Misuse(context, lane, "a tensor copy has " + std::to_string(coordinates.size()) +
-                                        " coordinates for a map of rank " + std::to_string(map->rank) + ".");
+      machine.Misuse(context,
+                     lane,
+                     "a tensor copy has " + std::to_string(coordinates.size()) +
+                         " coordinates for a map of rank " + std::to_string(map->rank) + ".");
       return Outcome::kMoved;
     }
     const uint32_t size = TileBytes(*map);
     const uint32_t to =
-        OwnRank(context, static_cast<uint32_t>(LaneValue(context, inst.source[0], lane) + inst.immediate[0]), cluster);
+        OwnRank(context,
+                static_cast<uint32_t>(LaneValue(context, inst.source[0], lane) + inst.immediate[0]),
+                cluster);
     const uint32_t barrier =
-        OwnRank(context, static_cast<uint32_t>(LaneValue(context, inst.source[3], lane) + inst.mode[3]), cluster);
+        OwnRank(context,
+                static_cast<uint32_t>(LaneValue(context, inst.source[3], lane) + inst.mode[3]),
+                cluster);
     std::optional<Machine::SharedPlace> place, signal;
-    if (!CheckShared(context, lane, to, size, 128, &place) || !CheckShared(context, lane, barrier, 8, 8, &signal)) {
+    if (!CheckShared(context, lane, to, size, 128, &place) ||
+        !CheckShared(context, lane, barrier, 8, 8, &signal)) {
       return Outcome::kMoved;
     }
     if (!CheckSwizzle(context, lane, *map, place->offset)) return Outcome::kMoved;
@@ -422,7 +479,8 @@ Outcome TensorToShared(Context& context, const Inst& inst) {
       places.push_back(*place);
       signals.push_back(*signal);
     }
-    auto operation = machine.NewOperation(context, lane, "tensor load", machine.TakeCopySlot(context.cta));
+    auto operation =
+        machine.NewOperation(context, lane, "tensor load", machine.TakeCopySlot(context.cta));
     operation->run = [&machine, map, coordinates, places, signals, size](Operation& self) {
       for (const Machine::SharedPlace& one : places) {
         machine.AccessShared(self, one, size, true);
@@ -432,12 +490,17 @@ Outcome TensorToShared(Context& context, const Inst& inst) {
           if (chunk.first != 0 || chunk.last != 16) std::memcpy(data, FillPattern(*map).data(), 16);
           if (chunk.first == chunk.last) return;
           const uint32_t bytes = chunk.last - chunk.first;
-          const uint8_t* from = machine.FindGlobal(chunk.global_address + chunk.first, bytes, false);
-          if (from == nullptr) in_range = false;
-          else std::memcpy(data + chunk.first, from, bytes);
+          const uint8_t* from =
+              machine.FindGlobal(chunk.global_address + chunk.first, bytes, false);
+          if (from == nullptr)
+            in_range = false;
+          else
+            std::memcpy(data + chunk.first, from, bytes);
         });
         if (!in_range) {
-          Fault(machine, self, "the tensor map reaches outside of the memory that the launch may read.");
+          Fault(machine,
+                self,
+                "the tensor map reaches outside of the memory that the launch may read.");
           return;
         }
       }
@@ -461,18 +524,22 @@ Outcome TensorToGlobal(Context& context, const Inst& inst) {
   uint32_t done = 0;
   for (int lane = 0; lane < kLanes; ++lane) {
     if (!((context.mask & ~done) >> lane & 1)) continue;
-    const TensorMap* map = MapAt(context, lane, LaneValue(context, inst.source[0], lane) + inst.immediate[0]);
+    const TensorMap* map =
+        MapAt(context, lane, LaneValue(context, inst.source[0], lane) + inst.immediate[0]);
     if (map == nullptr) return Outcome::kMoved;
     const std::vector<int32_t> coordinates = Coordinates(context, inst, lane);
     if (static_cast<int>(coordinates.size()) != map->rank) {
-      machine.Misuse(context, lane, "a tensor copy has " + std::to_string(coordinates.size()) +
-                                        " coordinates for a map of rank " + std::to_string(map->rank) + ".");
+      machine.Misuse(context,
+                     lane,
+                     "a tensor copy has " + std::to_string(coordinates.size()) +
+                         " coordinates for a map of rank " + std::to_string(map->rank) + ".");
       return Outcome::kMoved;
     }
     uint32_t reduce = UINT32_MAX;
     if (inst.mode[0] & kReduce) {
       ReduceType type = ReduceType::kF32;
-      if (!ReduceTypeOf(*map, &type) || !IsReduction(static_cast<ReduceOperation>(inst.mode[2] >> 8), type)) {
+      if (!ReduceTypeOf(*map, &type) ||
+          !IsReduction(static_cast<ReduceOperation>(inst.mode[2] >> 8), type)) {
         machine.Misuse(context, lane, "the elements of this tensor map cannot be combined so.");
         return Outcome::kMoved;
       }
@@ -480,11 +547,14 @@ Outcome TensorToGlobal(Context& context, const Inst& inst) {
     }
     const uint32_t size = TileBytes(*map);
     const uint32_t from =
-        OwnRank(context, static_cast<uint32_t>(LaneValue(context, inst.source[1], lane) + inst.immediate[1]), false);
+        OwnRank(context,
+                static_cast<uint32_t>(LaneValue(context, inst.source[1], lane) + inst.immediate[1]),
+                false);
     std::optional<Machine::SharedPlace> place;
     if (!CheckShared(context, lane, from, size, 128, &place)) return Outcome::kMoved;
     if (!CheckSwizzle(context, lane, *map, place->offset)) return Outcome::kMoved;
-    auto operation = machine.NewOperation(context, lane, "tensor store", machine.TakeCopySlot(context.cta));
+    auto operation =
+        machine.NewOperation(context, lane, "tensor store", machine.TakeCopySlot(context.cta));
     // A store that a whole warp issues with the same operands, as kernels do, is issued once.
     uint32_t lanes = 1u << lane;
     for (int other = lane + 1; other < kLanes && !(inst.mode[0] & kReduce); ++other) {
@@ -495,7 +565,8 @@ Outcome TensorToGlobal(Context& context, const Inst& inst) {
     auto tile = std::make_shared<std::vector<uint8_t>>(size);
     const uint32_t offset = place->offset;
     operation->run = InTwoSteps(
-        machine, groups,
+        machine,
+        groups,
         [&machine, place, tile](Operation& self) {
           machine.AccessShared(self, *place, static_cast<uint32_t>(tile->size()), false);
           std::memcpy(tile->data(), place->cta->shared.data() + place->offset, tile->size());
@@ -507,11 +578,17 @@ Outcome TensorToGlobal(Context& context, const Inst& inst) {
             const uint32_t bytes = chunk.last - chunk.first;
             uint8_t* to = machine.FindGlobal(chunk.global_address + chunk.first, bytes, true);
             const uint8_t* data = tile->data() + (chunk.shared_address - offset) + chunk.first;
-            if (to == nullptr) in_range = false;
-            else if (reduce == UINT32_MAX) std::memcpy(to, data, bytes);
-            else CombineBytes(reduce, to, data, bytes);
+            if (to == nullptr)
+              in_range = false;
+            else if (reduce == UINT32_MAX)
+              std::memcpy(to, data, bytes);
+            else
+              CombineBytes(reduce, to, data, bytes);
           });
-          if (!in_range) Fault(machine, self, "the tensor map reaches outside of the memory that the launch may write.");
+          if (!in_range)
+            Fault(machine,
+                  self,
+                  "the tensor map reaches outside of the memory that the launch may write.");
         });
     Enqueue(context, std::move(operation));
   }
@@ -539,7 +616,8 @@ std::string WaitsForBulkGroup(Context& context, const Inst& inst) {
          std::to_string(context.warp.bulk_groups[lane].size() - 1) + " bulk groups";
 }
 
-// immediate[0]: how many of the newest groups may be incomplete; mode[0]: only until their sources are read.
+// immediate[0]: how many of the newest groups may be incomplete; mode[0]: only until their sources
+// are read.
 Outcome WaitBulkGroup(Context& context, const Inst& inst) {
   const bool only_read = inst.mode[0];
   for (int pass = 0; pass < 2; ++pass) {
@@ -549,14 +627,16 @@ Outcome WaitBulkGroup(Context& context, const Inst& inst) {
       const auto committed = static_cast<int64_t>(groups.size()) - 1;
       for (int64_t i = 0; i < committed - inst.immediate[0]; ++i) {
         const BulkGroup& group = *groups[static_cast<size_t>(i)];
-        if (pass == 0 && (only_read ? group.pending_reads : group.pending) != 0) return Outcome::kBlocked;
+        if (pass == 0 && (only_read ? group.pending_reads : group.pending) != 0)
+          return Outcome::kBlocked;
         if (pass == 1) {
           context.machine.Learn(context.warp, 1u << lane, group.read_clock);
           if (!only_read) context.machine.Learn(context.warp, 1u << lane, group.clock);
         }
       }
       if (pass == 1) {
-        for (int64_t i = 0; i < committed - inst.immediate[0] && groups.front()->pending == 0; ++i) groups.pop_front();
+        for (int64_t i = 0; i < committed - inst.immediate[0] && groups.front()->pending == 0; ++i)
+          groups.pop_front();
       }
     }
   }
@@ -569,28 +649,43 @@ Outcome WaitBulkGroup(Context& context, const Inst& inst) {
 Outcome CopyAsync(Context& context, const Inst& inst) {
   Machine& machine = context.machine;
   const uint32_t size = inst.mode[1];
-  const auto slot = static_cast<Slot>(context.cta.first_slot + context.warp.index * kWarpSlots + kAsyncCopySlot);
+  const auto slot =
+      static_cast<Slot>(context.cta.first_slot + context.warp.index * kWarpSlots + kAsyncCopySlot);
   const uint32_t time = ++machine.Time(context.cta, slot);
   for (int lane = 0; lane < kLanes; ++lane) {
     if (!(context.mask >> lane & 1)) continue;
     const uint32_t to =
-        OwnRank(context, static_cast<uint32_t>(LaneValue(context, inst.source[0], lane) + inst.immediate[0]), false);
-    const uint64_t from = LaneValue(context, inst.source[1], lane) + static_cast<uint64_t>(inst.immediate[1]);
+        OwnRank(context,
+                static_cast<uint32_t>(LaneValue(context, inst.source[0], lane) + inst.immediate[0]),
+                false);
+    const uint64_t from =
+        LaneValue(context, inst.source[1], lane) + static_cast<uint64_t>(inst.immediate[1]);
     const uint32_t bytes =
-        inst.source[2] ? std::min(size, static_cast<uint32_t>(LaneValue(context, inst.source[2], lane))) : size;
+        inst.source[2]
+            ? std::min(size, static_cast<uint32_t>(LaneValue(context, inst.source[2], lane)))
+            : size;
     std::optional<Machine::SharedPlace> place;
     if (!CheckShared(context, lane, to, size, size, &place)) return Outcome::kMoved;
     const uint8_t* data = bytes == 0 ? nullptr : machine.FindGlobal(from, bytes, false);
     if (bytes != 0 && (data == nullptr || from % size != 0)) {
-      machine.Misuse(context, lane, "cp.async reads global address " + Hex(from) + ", which is out of range or not "
-                                    "aligned to " + std::to_string(size) + " bytes.",
-                     true, Report::Kind::kMemory);
+      machine.Misuse(context,
+                     lane,
+                     "cp.async reads global address " + Hex(from) +
+                         ", which is out of range or not "
+                         "aligned to " +
+                         std::to_string(size) + " bytes.",
+                     true,
+                     Report::Kind::kMemory);
       return Outcome::kMoved;
     }
     VectorClock clock = machine.KnowledgeOfLane(context.warp, lane).clock;
     clock.SetSeen(slot, time);
     if (machine.options().check_races) {
-      machine.CheckShared({time, slot, static_cast<uint8_t>(lane), false, context.group.pc}, clock, *place, size, true);
+      machine.CheckShared({time, slot, static_cast<uint8_t>(lane), false, context.group.pc},
+                          clock,
+                          *place,
+                          size,
+                          true);
     }
     uint8_t* target = place->cta->shared.data() + place->offset;
     std::memset(target, 0, size);
@@ -600,7 +695,8 @@ Outcome CopyAsync(Context& context, const Inst& inst) {
 }
 
 Outcome CommitCopyGroup(Context& context, const Inst&) {
-  const auto slot = static_cast<Slot>(context.cta.first_slot + context.warp.index * kWarpSlots + kAsyncCopySlot);
+  const auto slot =
+      static_cast<Slot>(context.cta.first_slot + context.warp.index * kWarpSlots + kAsyncCopySlot);
   for (int lane = 0; lane < kLanes; ++lane) {
     if (!(context.mask >> lane & 1)) continue;
     auto& groups = context.warp.copy_groups[lane];
@@ -614,7 +710,8 @@ Outcome CommitCopyGroup(Context& context, const Inst&) {
 // immediate[0]: how many of the newest groups may be incomplete, or -1 for none, committed or not.
 Outcome WaitCopyGroup(Context& context, const Inst& inst) {
   Machine& machine = context.machine;
-  const auto slot = static_cast<Slot>(context.cta.first_slot + context.warp.index * kWarpSlots + kAsyncCopySlot);
+  const auto slot =
+      static_cast<Slot>(context.cta.first_slot + context.warp.index * kWarpSlots + kAsyncCopySlot);
   if (inst.immediate[0] < 0) {
     machine.LearnSlot(context.warp, context.mask, slot);
     for (auto& groups : context.warp.copy_groups) groups.clear();
@@ -637,19 +734,25 @@ Outcome WaitCopyGroup(Context& context, const Inst& inst) {
   return Outcome::kNext;
 }
 
-// An mbarrier's arrival when the copies that its thread has issued are done. They are, as far as values go, so that
-// only what is ordered behind them waits. mode[1]: .noinc, that is the arrival is one of those that a phase expects.
+// An mbarrier's arrival when the copies that its thread has issued are done. They are, as far as
+// values go, so that only what is ordered behind them waits. mode[1]: .noinc, that is the arrival
+// is one of those that a phase expects.
 Outcome ArriveAfterCopies(Context& context, const Inst& inst) {
   Machine& machine = context.machine;
-  const auto slot = static_cast<Slot>(context.cta.first_slot + context.warp.index * kWarpSlots + kAsyncCopySlot);
+  const auto slot =
+      static_cast<Slot>(context.cta.first_slot + context.warp.index * kWarpSlots + kAsyncCopySlot);
   for (int lane = 0; lane < kLanes; ++lane) {
     if (!(context.mask >> lane & 1)) continue;
     const uint32_t address =
-        OwnRank(context, static_cast<uint32_t>(LaneValue(context, inst.source[0], lane) + inst.immediate[0]), false);
+        OwnRank(context,
+                static_cast<uint32_t>(LaneValue(context, inst.source[0], lane) + inst.immediate[0]),
+                false);
     MBarrier* barrier = machine.FindBarrier(context.cta, address);
     if (barrier == nullptr || (inst.mode[1] && barrier->pending == 0)) {
-      machine.Misuse(context, lane, barrier == nullptr
-                                        ? "there is no initialised mbarrier at shared address " + Hex(address) + "."
+      machine.Misuse(context,
+                     lane,
+                     barrier == nullptr ? "there is no initialised mbarrier at shared address " +
+                                              Hex(address) + "."
                                         : "more arrivals at an mbarrier than a phase expects.");
       return Outcome::kMoved;
     }
@@ -661,30 +764,37 @@ Outcome ArriveAfterCopies(Context& context, const Inst& inst) {
   return Outcome::kNext;
 }
 
-// st.async: stores a lane's values in shared memory of the cluster, and signals their bytes. source[0] address,
-// source[3] mbarrier, the list: values; mode[1]: bytes of one; mode[3]: the mbarrier's offset.
+// st.async: stores a lane's values in shared memory of the cluster, and signals their bytes.
+// source[0] address, source[3] mbarrier, the list: values; mode[1]: bytes of one; mode[3]: the
+// mbarrier's offset.
 Outcome StoreAsync(Context& context, const Inst& inst) {
   if (!SlotsAreFree(context)) return Outcome::kBlocked;
   Machine& machine = context.machine;
   const uint32_t size = inst.mode[1] * inst.source_count;
   for (int lane = 0; lane < kLanes; ++lane) {
     if (!(context.mask >> lane & 1)) continue;
-    const auto to = static_cast<uint32_t>(LaneValue(context, inst.source[0], lane) + inst.immediate[0]);
-    const auto barrier = static_cast<uint32_t>(LaneValue(context, inst.source[3], lane) + inst.mode[3]);
+    const auto to =
+        static_cast<uint32_t>(LaneValue(context, inst.source[0], lane) + inst.immediate[0]);
+    const auto barrier =
+        static_cast<uint32_t>(LaneValue(context, inst.source[3], lane) + inst.mode[3]);
     std::optional<Machine::SharedPlace> place, signal;
-    if (!CheckShared(context, lane, to, size, size, &place) || !CheckShared(context, lane, barrier, 8, 8, &signal)) {
+    if (!CheckShared(context, lane, to, size, size, &place) ||
+        !CheckShared(context, lane, barrier, 8, 8, &signal)) {
       return Outcome::kMoved;
     }
     if (place->cta != signal->cta) {
-      machine.Misuse(context, lane, "st.async signals an mbarrier of another CTA than the one it stores to.");
+      machine.Misuse(
+          context, lane, "st.async signals an mbarrier of another CTA than the one it stores to.");
       return Outcome::kMoved;
     }
     std::array<uint8_t, 32> bytes = {};
     for (uint32_t i = 0; i < inst.source_count; ++i) {
-      const uint64_t value = LaneValue(context, machine.program().refs[inst.first_source + i], lane);
+      const uint64_t value =
+          LaneValue(context, machine.program().refs[inst.first_source + i], lane);
       std::memcpy(bytes.data() + i * inst.mode[1], &value, inst.mode[1]);
     }
-    auto operation = machine.NewOperation(context, lane, "st.async", machine.TakeCopySlot(context.cta));
+    auto operation =
+        machine.NewOperation(context, lane, "st.async", machine.TakeCopySlot(context.cta));
     operation->run = [&machine, place = *place, signal = *signal, bytes, size](Operation& self) {
       machine.AccessShared(self, place, size, true);
       std::memcpy(place.cta->shared.data() + place.offset, bytes.data(), size);
@@ -701,8 +811,12 @@ Outcome Nothing(Context&, const Inst&) { return Outcome::kNext; }
 
 bool TakeReduction(Parts& parts, uint32_t* mode) {
   static constexpr std::pair<std::string_view, ReduceOperation> kOperations[] = {
-      {"add", ReduceOperation::kAdd}, {"min", ReduceOperation::kMin}, {"max", ReduceOperation::kMax},
-      {"and", ReduceOperation::kAnd}, {"or", ReduceOperation::kOr},   {"xor", ReduceOperation::kXor}};
+      {"add", ReduceOperation::kAdd},
+      {"min", ReduceOperation::kMin},
+      {"max", ReduceOperation::kMax},
+      {"and", ReduceOperation::kAnd},
+      {"or", ReduceOperation::kOr},
+      {"xor", ReduceOperation::kXor}};
   for (const auto& [name, operation] : kOperations) {
     if (!parts.Take(name)) continue;
     *mode = static_cast<uint32_t>(operation) << 8;
@@ -712,10 +826,16 @@ bool TakeReduction(Parts& parts, uint32_t* mode) {
 }
 
 bool TakeReductionType(Parts& parts, uint32_t* mode) {
-  static constexpr std::pair<std::string_view, ReduceType> kTypes[] = {
-      {"f32", ReduceType::kF32}, {"s32", ReduceType::kS32}, {"u32", ReduceType::kU32}, {"b32", ReduceType::kU32},
-      {"s64", ReduceType::kS64}, {"u64", ReduceType::kU64}, {"b64", ReduceType::kU64}, {"f64", ReduceType::kF64},
-      {"f16", ReduceType::kF16}, {"bf16", ReduceType::kBf16}};
+  static constexpr std::pair<std::string_view, ReduceType> kTypes[] = {{"f32", ReduceType::kF32},
+                                                                       {"s32", ReduceType::kS32},
+                                                                       {"u32", ReduceType::kU32},
+                                                                       {"b32", ReduceType::kU32},
+                                                                       {"s64", ReduceType::kS64},
+                                                                       {"u64", ReduceType::kU64},
+                                                                       {"b64", ReduceType::kU64},
+                                                                       {"f64", ReduceType::kF64},
+                                                                       {"f16", ReduceType::kF16},
+                                                                       {"bf16", ReduceType::kBf16}};
   for (const auto& [name, type] : kTypes) {
     if (!parts.Take(name)) continue;
     *mode |= static_cast<uint32_t>(type);
@@ -725,7 +845,10 @@ bool TakeReductionType(Parts& parts, uint32_t* mode) {
 }
 
 // `[address]` or `[map, {coordinates}]`.
-void DecodeTensorOperand(Decoder& decoder, const ptx::Operand& operand, uint32_t source, int immediate) {
+void DecodeTensorOperand(Decoder& decoder,
+                         const ptx::Operand& operand,
+                         uint32_t source,
+                         int immediate) {
   if (operand.kind != ptx::Operand::Kind::kAddress || operand.elements.size() != 2) {
     decoder.Fail("a tensor copy names its tensor as [map, {coordinates}].");
   }
@@ -740,7 +863,8 @@ void DecodeBulk(Decoder& decoder, Parts& parts, bool is_reduce) {
   uint32_t rank = 0;
   if (tensor) {
     const std::string_view dimensions = parts.Next();
-    if (dimensions.size() != 2 || dimensions[0] < '1' || dimensions[0] > '5' || dimensions[1] != 'd') {
+    if (dimensions.size() != 2 || dimensions[0] < '1' || dimensions[0] > '5' ||
+        dimensions[1] != 'd') {
       decoder.Fail("a tensor copy is .1d to .5d.");
     }
     rank = static_cast<uint32_t>(dimensions[0] - '0');
@@ -748,10 +872,13 @@ void DecodeBulk(Decoder& decoder, Parts& parts, bool is_reduce) {
   uint32_t flags = (tensor ? kTensor : 0u) | (is_reduce ? kReduce : 0u);
   if (parts.Take("global")) {
     flags |= kToGlobal;
-    if (!parts.Take("shared::cta")) decoder.Fail("a bulk copy to global memory comes from .shared::cta.");
-    if (is_reduce && tensor && !TakeReduction(parts, &inst.mode[2])) decoder.Fail("this reduction is not supported.");
+    if (!parts.Take("shared::cta"))
+      decoder.Fail("a bulk copy to global memory comes from .shared::cta.");
+    if (is_reduce && tensor && !TakeReduction(parts, &inst.mode[2]))
+      decoder.Fail("this reduction is not supported.");
     parts.Take("tile");
-    if (!parts.Take("bulk_group")) decoder.Fail("a bulk copy to global memory completes by .bulk_group.");
+    if (!parts.Take("bulk_group"))
+      decoder.Fail("a bulk copy to global memory completes by .bulk_group.");
     const bool policy = parts.Take("L2::cache_hint");
     if (is_reduce && !tensor) {
       // An addition of halves, and nothing else, has .noftz.
@@ -760,8 +887,8 @@ void DecodeBulk(Decoder& decoder, Parts& parts, bool is_reduce) {
       known = known && TakeReductionType(parts, &inst.mode[2]);
       const auto operation = static_cast<ReduceOperation>(inst.mode[2] >> 8);
       const auto type = static_cast<ReduceType>(inst.mode[2] & 0xff);
-      const bool is_half_sum =
-          operation == ReduceOperation::kAdd && (type == ReduceType::kF16 || type == ReduceType::kBf16);
+      const bool is_half_sum = operation == ReduceOperation::kAdd &&
+                               (type == ReduceType::kF16 || type == ReduceType::kBf16);
       if (!known || noftz != is_half_sum || !IsReduction(operation, type)) {
         decoder.Fail("this reduction is not supported.");
       }
@@ -778,10 +905,14 @@ void DecodeBulk(Decoder& decoder, Parts& parts, bool is_reduce) {
     inst.execute = tensor ? TensorToGlobal : BulkToGlobal;
   } else {
     if (is_reduce) decoder.Fail("only reductions to global memory are supported.");
-    if (parts.Take("shared::cluster")) flags |= kClusterAddress;
-    else if (!parts.Take("shared::cta")) decoder.Fail("a bulk copy goes to shared or global memory.");
-    if (parts.Take("shared::cta")) flags |= kFromShared;
-    else if (!parts.Take("global")) decoder.Fail("a bulk copy comes from shared or global memory.");
+    if (parts.Take("shared::cluster"))
+      flags |= kClusterAddress;
+    else if (!parts.Take("shared::cta"))
+      decoder.Fail("a bulk copy goes to shared or global memory.");
+    if (parts.Take("shared::cta"))
+      flags |= kFromShared;
+    else if (!parts.Take("global"))
+      decoder.Fail("a bulk copy comes from shared or global memory.");
     parts.Take("tile");
     if (!parts.Take("mbarrier::complete_tx::bytes")) {
       decoder.Fail("a bulk copy to shared memory completes by .mbarrier::complete_tx::bytes.");
@@ -807,7 +938,8 @@ void DecodeBulk(Decoder& decoder, Parts& parts, bool is_reduce) {
     inst.execute = tensor ? TensorToShared : BulkToShared;
   }
   inst.describe_wait = WaitsForCopies;
-  if (tensor && inst.source_count != rank) decoder.Fail("the number of coordinates is not that of the opcode.");
+  if (tensor && inst.source_count != rank)
+    decoder.Fail("the number of coordinates is not that of the opcode.");
   inst.mode[0] = flags;
 }
 
@@ -819,8 +951,14 @@ void DecodeStoreAsync(Decoder& decoder, Parts& parts) {
     decoder.Fail("st.async completes by .mbarrier::complete_tx::bytes.");
   }
   const uint32_t count = parts.Take("v2") ? 2 : parts.Take("v4") ? 4 : 1;
-  static constexpr std::pair<std::string_view, int> kTypes[] = {{"b32", 32}, {"u32", 32}, {"s32", 32}, {"f32", 32},
-                                                                {"b64", 64}, {"u64", 64}, {"s64", 64}, {"f64", 64}};
+  static constexpr std::pair<std::string_view, int> kTypes[] = {{"b32", 32},
+                                                                {"u32", 32},
+                                                                {"s32", 32},
+                                                                {"f32", 32},
+                                                                {"b64", 64},
+                                                                {"u64", 64},
+                                                                {"s64", 64},
+                                                                {"f64", 64}};
   int bits = 0;
   for (const auto& [name, width] : kTypes) {
     if (bits == 0 && parts.Take(name)) bits = width;
@@ -845,7 +983,8 @@ bool DecodeCopy(Decoder& decoder, Parts parts) {
   const std::string_view name = parts.Next();
   if (name == "st" && parts.Take("async")) {
     DecodeStoreAsync(decoder, parts);
-    if (!parts.done()) decoder.Fail("modifier \"." + std::string(parts.Peek()) + "\" is not supported here.");
+    if (!parts.done())
+      decoder.Fail("modifier \"." + std::string(parts.Peek()) + "\" is not supported here.");
     return true;
   }
   if (name != "cp") return false;
@@ -867,7 +1006,8 @@ bool DecodeCopy(Decoder& decoder, Parts parts) {
       const bool tensor = parts.Take("tensor");
       std::string_view rank;
       if (tensor) rank = parts.Next();
-      if (!parts.Take("L2") || !parts.Take("global")) decoder.Fail("it prefetches to .L2 from .global.");
+      if (!parts.Take("L2") || !parts.Take("global"))
+        decoder.Fail("it prefetches to .L2 from .global.");
       if (tensor) parts.Take("tile");
       const bool policy = parts.Take("L2::cache_hint");
       const size_t operands = (tensor ? 1 : 2) + policy;
@@ -920,7 +1060,8 @@ bool DecodeCopy(Decoder& decoder, Parts parts) {
   } else {
     return false;
   }
-  if (!parts.done()) decoder.Fail("modifier \"." + std::string(parts.Peek()) + "\" is not supported here.");
+  if (!parts.done())
+    decoder.Fail("modifier \"." + std::string(parts.Peek()) + "\" is not supported here.");
   return true;
 }
 

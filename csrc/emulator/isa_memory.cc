@@ -15,13 +15,20 @@ namespace {
 enum class Area : uint32_t { kGeneric, kGlobal, kShared, kSharedCluster, kLocal, kParam, kConst };
 
 bool TakeArea(Parts& parts, Area* area) {
-  if (parts.Take("global")) *area = Area::kGlobal;
-  else if (parts.Take("shared") || parts.Take("shared::cta")) *area = Area::kShared;
-  else if (parts.Take("shared::cluster")) *area = Area::kSharedCluster;
-  else if (parts.Take("local")) *area = Area::kLocal;
-  else if (parts.Take("param") || parts.Take("param::entry")) *area = Area::kParam;
-  else if (parts.Take("const")) *area = Area::kConst;
-  else return false;
+  if (parts.Take("global"))
+    *area = Area::kGlobal;
+  else if (parts.Take("shared") || parts.Take("shared::cta"))
+    *area = Area::kShared;
+  else if (parts.Take("shared::cluster"))
+    *area = Area::kSharedCluster;
+  else if (parts.Take("local"))
+    *area = Area::kLocal;
+  else if (parts.Take("param") || parts.Take("param::entry"))
+    *area = Area::kParam;
+  else if (parts.Take("const"))
+    *area = Area::kConst;
+  else
+    return false;
   return true;
 }
 
@@ -38,19 +45,31 @@ std::string Hex(uint64_t number) {
 }
 
 // The bytes of one lane's access, checked. Null after a report.
-uint8_t* Find(Context& context, Area area, uint64_t address, uint32_t size, int lane, bool write, bool checked = true) {
+uint8_t* Find(Context& context,
+              Area area,
+              uint64_t address,
+              uint32_t size,
+              int lane,
+              bool write,
+              bool checked = true) {
   Machine& machine = context.machine;
   const char* what = write ? "a store to" : "a load from";
   const auto fail = [&](const std::string& where) -> uint8_t* {
-    machine.Misuse(context, lane, std::string(what) + " " + where + " address " + Hex(address) + " (" +
-                                      std::to_string(size) + " bytes) is out of range.",
-                   true, Report::Kind::kMemory);
+    machine.Misuse(context,
+                   lane,
+                   std::string(what) + " " + where + " address " + Hex(address) + " (" +
+                       std::to_string(size) + " bytes) is out of range.",
+                   true,
+                   Report::Kind::kMemory);
     return nullptr;
   };
   if (address % size != 0) {
-    machine.Misuse(context, lane, std::string(what) + " address " + Hex(address) + " is not aligned to its " +
-                                      std::to_string(size) + " bytes.",
-                   true, Report::Kind::kMemory);
+    machine.Misuse(context,
+                   lane,
+                   std::string(what) + " address " + Hex(address) + " is not aligned to its " +
+                       std::to_string(size) + " bytes.",
+                   true,
+                   Report::Kind::kMemory);
     return nullptr;
   }
   if (area == Area::kGeneric) {
@@ -106,16 +125,25 @@ uint8_t* Find(Context& context, Area area, uint64_t address, uint32_t size, int 
       uint8_t* bytes = machine.FindGlobal(address, size, write);
       if (bytes != nullptr) return bytes;
       const Buffer* buffer = nullptr;
-      if (!write || machine.FindGlobal(address, size, false, &buffer) == nullptr) return fail("global");
-      machine.Misuse(context, lane, "a store to global address " + Hex(address) + " (" + std::to_string(size) +
-                                        " bytes) changes \"" + buffer->name + "\", which is read-only.",
-                     true, Report::Kind::kMemory);
+      if (!write || machine.FindGlobal(address, size, false, &buffer) == nullptr)
+        return fail("global");
+      machine.Misuse(context,
+                     lane,
+                     "a store to global address " + Hex(address) + " (" + std::to_string(size) +
+                         " bytes) changes \"" + buffer->name + "\", which is read-only.",
+                     true,
+                     Report::Kind::kMemory);
       return nullptr;
     }
   }
 }
 
-void Put(Context& context, const Ref& ref, int lane, const uint8_t* from, uint32_t size, bool is_signed) {
+void Put(Context& context,
+         const Ref& ref,
+         int lane,
+         const uint8_t* from,
+         uint32_t size,
+         bool is_signed) {
   uint64_t value = 0;
   std::memcpy(&value, from, std::min<uint32_t>(size, 8));
   if (is_signed && size < 8) {
@@ -130,7 +158,8 @@ void Put(Context& context, const Ref& ref, int lane, const uint8_t* from, uint32
   } else if (ref.bits == 64) {
     context.MutableWide(ref)[lane] = value;
   } else {
-    context.MutableRow(ref)[lane] = static_cast<uint32_t>(ref.bits < 32 ? value & ((1u << ref.bits) - 1) : value);
+    context.MutableRow(ref)[lane] =
+        static_cast<uint32_t>(ref.bits < 32 ? value & ((1u << ref.bits) - 1) : value);
   }
 }
 
@@ -176,8 +205,8 @@ Outcome Store(Context& context, const Inst& inst) {
     }
     uint8_t* bytes = Find(context, area, address, total, lane, true, false);
     if (bytes == nullptr) return Outcome::kMoved;
-    // Warps of others' kernels store the same value in no order: in relaxed mode a store that changes nothing
-    // races with nothing.
+    // Warps of others' kernels store the same value in no order: in relaxed mode a store that
+    // changes nothing races with nothing.
     if (context.machine.options().strict || std::memcmp(bytes, values, total) != 0) {
       Find(context, area, address, total, lane, true);
     }
@@ -198,12 +227,24 @@ bool TakeType(Parts& parts, ValueType* type) {
   static constexpr struct {
     std::string_view name;
     ValueType type;
-  } kTypes[] = {{"b8", {8, false, false}},    {"u8", {8, false, false}},    {"s8", {8, true, false}},
-                {"b16", {16, false, false}},  {"u16", {16, false, false}},  {"s16", {16, true, false}},
-                {"f16", {16, false, true}},   {"bf16", {16, false, true}},  {"b32", {32, false, false}},
-                {"u32", {32, false, false}},  {"s32", {32, true, false}},   {"f32", {32, false, true}},
-                {"b64", {64, false, false}},  {"u64", {64, false, false}},  {"s64", {64, true, false}},
-                {"f64", {64, false, true}},   {"b128", {128, false, false}}, {"f16x2", {32, false, true, 1}},
+  } kTypes[] = {{"b8", {8, false, false}},
+                {"u8", {8, false, false}},
+                {"s8", {8, true, false}},
+                {"b16", {16, false, false}},
+                {"u16", {16, false, false}},
+                {"s16", {16, true, false}},
+                {"f16", {16, false, true}},
+                {"bf16", {16, false, true}},
+                {"b32", {32, false, false}},
+                {"u32", {32, false, false}},
+                {"s32", {32, true, false}},
+                {"f32", {32, false, true}},
+                {"b64", {64, false, false}},
+                {"u64", {64, false, false}},
+                {"s64", {64, true, false}},
+                {"f64", {64, false, true}},
+                {"b128", {128, false, false}},
+                {"f16x2", {32, false, true, 1}},
                 {"bf16x2", {32, false, true, 2}}};
   for (const auto& one : kTypes) {
     if (one.name != name) continue;
@@ -218,14 +259,15 @@ bool TakeType(Parts& parts, ValueType* type) {
 void TakeOrdering(Parts& parts, bool* ordered) {
   for (;;) {
     const std::string_view part = parts.Peek();
-    if (part == "acquire" || part == "release" || part == "acq_rel" || part == "volatile") *ordered = true;
-    const bool known = part == "weak" || part == "relaxed" || part == "acquire" || part == "release" ||
-                       part == "acq_rel" || part == "volatile" || part == "mmio" || part == "cta" ||
-                       part == "cluster" || part == "gpu" || part == "sys" || part == "nc" || part == "ca" ||
-                       part == "cg" || part == "cs" || part == "lu" || part == "cv" || part == "wb" ||
-                       part == "wt" || part == "L2::cache_hint" || part.starts_with("L1::") ||
-                       part == "L2::64B" || part == "L2::128B" || part == "L2::256B" ||
-                       part.starts_with("L2::evict");
+    if (part == "acquire" || part == "release" || part == "acq_rel" || part == "volatile")
+      *ordered = true;
+    const bool known =
+        part == "weak" || part == "relaxed" || part == "acquire" || part == "release" ||
+        part == "acq_rel" || part == "volatile" || part == "mmio" || part == "cta" ||
+        part == "cluster" || part == "gpu" || part == "sys" || part == "nc" || part == "ca" ||
+        part == "cg" || part == "cs" || part == "lu" || part == "cv" || part == "wb" ||
+        part == "wt" || part == "L2::cache_hint" || part.starts_with("L1::") || part == "L2::64B" ||
+        part == "L2::128B" || part == "L2::256B" || part.starts_with("L2::evict");
     if (!known) return;
     parts.Next();
   }
@@ -240,7 +282,8 @@ void DecodeLoadStore(Decoder& decoder, Parts& parts, bool is_load) {
   TakeOrdering(parts, &ordered);
   const uint32_t count = parts.Take("v2") ? 2 : parts.Take("v4") ? 4 : parts.Take("v8") ? 8 : 1;
   ValueType type;
-  if (!TakeType(parts, &type)) decoder.Fail("expected a type, not \"." + std::string(parts.Peek()) + "\".");
+  if (!TakeType(parts, &type))
+    decoder.Fail("expected a type, not \"." + std::string(parts.Peek()) + "\".");
   decoder.ExpectOperands(2, 3);  // a third is a cache policy
   if (count * type.bits > 256) decoder.Fail("a lane moves at most 256 bits.");
   inst.mode[0] = static_cast<uint32_t>(area);
@@ -251,7 +294,8 @@ void DecodeLoadStore(Decoder& decoder, Parts& parts, bool is_load) {
   if (is_load) {
     decoder.DestinationList(decoder.Operand(0), bits, true);
     inst.source[0] = decoder.Address(decoder.Operand(1), &inst.immediate[0]);
-    if (inst.destination_count != count) decoder.Fail("the vector's length is not that of the type.");
+    if (inst.destination_count != count)
+      decoder.Fail("the vector's length is not that of the type.");
     inst.execute = Load;
   } else {
     inst.source[0] = decoder.Address(decoder.Operand(0), &inst.immediate[0]);
@@ -263,7 +307,18 @@ void DecodeLoadStore(Decoder& decoder, Parts& parts, bool is_load) {
 
 // ---- Atomics
 
-enum AtomicOperation : uint32_t { kAdd, kExchange, kCompare, kMin, kMax, kAnd, kOr, kXor, kIncrement, kDecrement };
+enum AtomicOperation : uint32_t {
+  kAdd,
+  kExchange,
+  kCompare,
+  kMin,
+  kMax,
+  kAnd,
+  kOr,
+  kXor,
+  kIncrement,
+  kDecrement
+};
 
 uint64_t Combine(uint32_t operation, const ValueType& type, uint64_t old, uint64_t x, uint64_t y) {
   const auto floats = [&](auto zero) {
@@ -315,7 +370,9 @@ uint64_t Combine(uint32_t operation, const ValueType& type, uint64_t old, uint64
 // mode[0]: area, mode[1]: operation, mode[2]: type's bits | signed << 8 | float << 9 | half << 10.
 Outcome Atomic(Context& context, const Inst& inst) {
   const auto area = static_cast<Area>(inst.mode[0]);
-  const ValueType type{inst.mode[2] & 0xff, (inst.mode[2] >> 8 & 1) != 0, (inst.mode[2] >> 9 & 1) != 0,
+  const ValueType type{inst.mode[2] & 0xff,
+                       (inst.mode[2] >> 8 & 1) != 0,
+                       (inst.mode[2] >> 9 & 1) != 0,
                        inst.mode[2] >> 10};
   const uint32_t size = type.bits / 8;
   const Program& program = context.machine.program();
@@ -328,12 +385,16 @@ Outcome Atomic(Context& context, const Inst& inst) {
     for (uint32_t i = 0; i < elements; ++i) {
       uint64_t old = 0, x = 0, y = 0;
       std::memcpy(&old, bytes + i * size, size);
-      Get(context, inst.source_count > 0 ? program.refs[inst.first_source + i] : inst.source[1], lane,
-          reinterpret_cast<uint8_t*>(&x), size);
+      Get(context,
+          inst.source_count > 0 ? program.refs[inst.first_source + i] : inst.source[1],
+          lane,
+          reinterpret_cast<uint8_t*>(&x),
+          size);
       if (inst.source[2]) Get(context, inst.source[2], lane, reinterpret_cast<uint8_t*>(&y), size);
       const uint64_t result = Combine(inst.mode[1], type, old, x, y);
       std::memcpy(bytes + i * size, &result, size);
-      if (inst.destination[0]) Put(context, inst.destination[0], lane, reinterpret_cast<uint8_t*>(&old), size, false);
+      if (inst.destination[0])
+        Put(context, inst.destination[0], lane, reinterpret_cast<uint8_t*>(&old), size, false);
     }
   }
   context.machine.Wake(context.cta);
@@ -351,8 +412,16 @@ void DecodeAtomic(Decoder& decoder, Parts& parts, bool has_result) {
   static constexpr struct {
     std::string_view name;
     uint32_t operation;
-  } kOperations[] = {{"add", kAdd}, {"exch", kExchange}, {"cas", kCompare}, {"min", kMin}, {"max", kMax},
-                     {"and", kAnd}, {"or", kOr},         {"xor", kXor},     {"inc", kIncrement}, {"dec", kDecrement}};
+  } kOperations[] = {{"add", kAdd},
+                     {"exch", kExchange},
+                     {"cas", kCompare},
+                     {"min", kMin},
+                     {"max", kMax},
+                     {"and", kAnd},
+                     {"or", kOr},
+                     {"xor", kXor},
+                     {"inc", kIncrement},
+                     {"dec", kDecrement}};
   bool known = false;
   for (const auto& one : kOperations) {
     if (one.name != name) continue;
@@ -364,16 +433,20 @@ void DecodeAtomic(Decoder& decoder, Parts& parts, bool has_result) {
   const bool noftz = parts.Take("noftz");
   const uint32_t count = parts.Take("v2") ? 2 : parts.Take("v4") ? 4 : 1;
   ValueType type;
-  if (!TakeType(parts, &type) || type.bits < 32 || type.bits > 64 || (type.is_float && inst.mode[1] != kAdd)) {
+  if (!TakeType(parts, &type) || type.bits < 32 || type.bits > 64 ||
+      (type.is_float && inst.mode[1] != kAdd)) {
     decoder.Fail("this type is not supported in an atomic operation.");
   }
-  if (noftz != (type.half != 0)) decoder.Fail("packed numbers of 16 bits, and no others, need \".noftz\".");
+  if (noftz != (type.half != 0))
+    decoder.Fail("packed numbers of 16 bits, and no others, need \".noftz\".");
   inst.mode[0] = static_cast<uint32_t>(area);
-  inst.mode[2] = type.bits | static_cast<uint32_t>(type.is_signed) << 8 | static_cast<uint32_t>(type.is_float) << 9;
+  inst.mode[2] = type.bits | static_cast<uint32_t>(type.is_signed) << 8 |
+                 static_cast<uint32_t>(type.is_float) << 9;
   inst.mode[2] |= type.half << 10;
   size_t at = 0;
   const int bits = static_cast<int>(type.bits);
-  if (has_result) inst.destination[0] = decoder.DestinationOrSink(decoder.Operand(at++), bits, true);
+  if (has_result)
+    inst.destination[0] = decoder.DestinationOrSink(decoder.Operand(at++), bits, true);
   inst.source[0] = decoder.Address(decoder.Operand(at++), &inst.immediate[0]);
   if (count > 1) {
     decoder.SourceList(decoder.Operand(at++), bits, true);
@@ -393,7 +466,8 @@ Outcome ProxyFence(Context& context, const Inst&) {
   for (Knowledge& one : warp.knowledge) {
     if (!(one.mask & context.mask)) continue;
     // The writes of these lanes may stand under any slot that their warp has used for them.
-    for (Slot slot = first; slot < first + kKnowledgeSlots; ++slot) one.clock.SetFenced(slot, one.clock.seen(slot));
+    for (Slot slot = first; slot < first + kKnowledgeSlots; ++slot)
+      one.clock.SetFenced(slot, one.clock.seen(slot));
   }
   return Outcome::kNext;
 }
@@ -413,18 +487,22 @@ Outcome MemoryFence(Context&, const Inst&) { return Outcome::kNext; }
 
 std::string WaitsForPhase(Context& context, const Inst& inst) {
   const int lane = std::countr_zero(context.mask);
-  const auto address = static_cast<uint32_t>(LaneAddress(context, inst.source[0], inst.immediate[0], lane));
+  const auto address =
+      static_cast<uint32_t>(LaneAddress(context, inst.source[0], inst.immediate[0], lane));
   const MBarrier* barrier = context.machine.FindBarrier(context.cta, address);
   if (barrier == nullptr) return "wait";
-  return "wait for the mbarrier at " + Hex(address & 0xffffff) + ": " + std::to_string(barrier->phase) +
-         " phases are complete; this one still needs " + std::to_string(barrier->pending) + " arrivals and " +
+  return "wait for the mbarrier at " + Hex(address & 0xffffff) + ": " +
+         std::to_string(barrier->phase) + " phases are complete; this one still needs " +
+         std::to_string(barrier->pending) + " arrivals and " +
          std::to_string(barrier->transactions) + " bytes";
 }
 
 // The shared address that a lane gives, with the rank of the CTA that it means.
 uint32_t BarrierAddress(const Context& context, const Inst& inst, int lane) {
-  auto address = static_cast<uint32_t>(LaneAddress(context, inst.source[0], inst.immediate[0], lane));
-  if (static_cast<Area>(inst.mode[0]) != Area::kSharedCluster && address >> 24 == 0) address |= context.cta.rank << 24;
+  auto address =
+      static_cast<uint32_t>(LaneAddress(context, inst.source[0], inst.immediate[0], lane));
+  if (static_cast<Area>(inst.mode[0]) != Area::kSharedCluster && address >> 24 == 0)
+    address |= context.cta.rank << 24;
   return address;
 }
 
@@ -432,7 +510,8 @@ MBarrier* BarrierOf(Context& context, const Inst& inst, int lane) {
   const uint32_t address = BarrierAddress(context, inst, lane);
   MBarrier* barrier = context.machine.FindBarrier(context.cta, address);
   if (barrier == nullptr) {
-    context.machine.Misuse(context, lane, "there is no initialised mbarrier at shared address " + Hex(address) + ".");
+    context.machine.Misuse(
+        context, lane, "there is no initialised mbarrier at shared address " + Hex(address) + ".");
   }
   return barrier;
 }
@@ -444,13 +523,17 @@ Outcome BarrierInit(Context& context, const Inst& inst) {
     const uint32_t address = BarrierAddress(context, inst, lane);
     const auto place = context.machine.FindShared(context.cta, address, 8);
     if (!place || place->offset % 8 != 0 || place->cta != &context.cta) {
-      context.machine.Misuse(context, lane, "mbarrier.init at shared address " + Hex(address) +
-                                                " is out of range, or not aligned to 8 bytes.");
+      context.machine.Misuse(context,
+                             lane,
+                             "mbarrier.init at shared address " + Hex(address) +
+                                 " is out of range, or not aligned to 8 bytes.");
       return Outcome::kMoved;
     }
     if (count[lane] == 0 || count[lane] >= 1u << 20) {
-      context.machine.Misuse(context, lane, "an mbarrier expects 1 to 2^20 - 1 arrivals, not " +
-                                                std::to_string(count[lane]) + ".");
+      context.machine.Misuse(
+          context,
+          lane,
+          "an mbarrier expects 1 to 2^20 - 1 arrivals, not " + std::to_string(count[lane]) + ".");
       return Outcome::kMoved;
     }
     context.machine.AccessShared(context, lane, *place, 8, true);
@@ -461,7 +544,8 @@ Outcome BarrierInit(Context& context, const Inst& inst) {
     context.cta.first_barrier = std::min(context.cta.first_barrier, place->offset);
     context.cta.last_barrier = std::max(context.cta.last_barrier, place->offset);
     auto& unfenced = context.warp.unfenced_barriers;
-    if (std::find(unfenced.begin(), unfenced.end(), place->offset) == unfenced.end()) unfenced.push_back(place->offset);
+    if (std::find(unfenced.begin(), unfenced.end(), place->offset) == unfenced.end())
+      unfenced.push_back(place->offset);
   }
   return Outcome::kNext;
 }
@@ -476,7 +560,8 @@ Outcome BarrierInvalidate(Context& context, const Inst& inst) {
 }
 
 // Bits of mode[1].
-constexpr uint32_t kExpects = 1, kArrives = 2, kDrops = 4, kRelaxed = 8, kHasOperand = 16, kCompletes = 32;
+constexpr uint32_t kExpects = 1, kArrives = 2, kDrops = 4, kRelaxed = 8, kHasOperand = 16,
+                   kCompletes = 32;
 
 // arrive, arrive_drop, arrive.expect_tx, expect_tx and complete_tx.
 Outcome BarrierArrive(Context& context, const Inst& inst) {
@@ -495,18 +580,22 @@ Outcome BarrierArrive(Context& context, const Inst& inst) {
     if (inst.mode[1] & (kExpects | kCompletes)) {
       const int64_t bytes = inst.mode[1] & kCompletes ? -static_cast<int64_t>(operand) : operand;
       if (barrier->transactions + bytes >= 1 << 20 || barrier->transactions + bytes <= -(1 << 20)) {
-        machine.Misuse(context, lane, "the transaction count of an mbarrier leaves the range of 2^20 bytes.");
+        machine.Misuse(
+            context, lane, "the transaction count of an mbarrier leaves the range of 2^20 bytes.");
         return Outcome::kMoved;
       }
-      // An expectation does not complete a phase that an arrival of the same instruction still needs.
+      // An expectation does not complete a phase that an arrival of the same instruction still
+      // needs.
       barrier->transactions += bytes;
       if (!(inst.mode[1] & kArrives)) machine.Transact(context.cta, *barrier, 0, nullptr);
     }
     if (inst.mode[1] & kArrives) {
       const uint32_t count = inst.mode[1] & kExpects ? 1 : operand;
       if (count > barrier->pending) {
-        machine.Misuse(context, lane, "more arrivals at an mbarrier than the " + std::to_string(barrier->expected) +
-                                          " that a phase expects.");
+        machine.Misuse(context,
+                       lane,
+                       "more arrivals at an mbarrier than the " +
+                           std::to_string(barrier->expected) + " that a phase expects.");
         return Outcome::kMoved;
       }
       if (inst.mode[1] & kDrops) barrier->expected -= count;
@@ -531,12 +620,15 @@ Outcome BarrierWait(Context& context, const Inst& inst) {
     if (!(context.mask >> lane & 1)) continue;
     MBarrier* barrier = BarrierOf(context, inst, lane);
     if (barrier == nullptr) return Outcome::kMoved;
-    const bool done = inst.mode[1] & 1 ? (barrier->phase & 1) != (context.Row(inst.source[1])[lane] & 1)
-                                       : barrier->phase != context.Wide(inst.source[1])[lane];
+    const bool done = inst.mode[1] & 1
+                          ? (barrier->phase & 1) != (context.Row(inst.source[1])[lane] & 1)
+                          : barrier->phase != context.Wide(inst.source[1])[lane];
     complete |= static_cast<uint32_t>(done) << lane;
   }
-  // A waiting warp may be woken without a reason, as hardware does; and lanes of one barrier go together.
-  if (complete != context.mask && inst.mode[1] & 2 && !context.group.timed_out && machine.random().Below(16) != 0) {
+  // A waiting warp may be woken without a reason, as hardware does; and lanes of one barrier go
+  // together.
+  if (complete != context.mask && inst.mode[1] & 2 && !context.group.timed_out &&
+      machine.random().Below(16) != 0) {
     return Outcome::kBlocked;
   }
   context.group.timed_out = false;
@@ -564,8 +656,8 @@ void DecodeMBarrier(Decoder& decoder, Parts& parts) {
     for (;;) {
       if (parts.Take("relaxed")) {
         inst.mode[1] |= what == "test_wait" || what == "try_wait" ? 4u : kRelaxed;
-      } else if (!parts.Take("release") && !parts.Take("acquire") && !parts.Take("cta") && !parts.Take("cluster") &&
-                 !TakeArea(parts, &area)) {
+      } else if (!parts.Take("release") && !parts.Take("acquire") && !parts.Take("cta") &&
+                 !parts.Take("cluster") && !TakeArea(parts, &area)) {
         return;
       }
     }
@@ -596,7 +688,8 @@ void DecodeMBarrier(Decoder& decoder, Parts& parts) {
       inst.mode[1] |= kHasOperand;
     }
     decoder.ExpectOperands(at, at);
-    if (inst.mode[1] & kExpects && !(inst.mode[1] & kHasOperand)) decoder.Fail("expect_tx needs a byte count.");
+    if (inst.mode[1] & kExpects && !(inst.mode[1] & kHasOperand))
+      decoder.Fail("expect_tx needs a byte count.");
     inst.execute = BarrierArrive;
   } else if (what == "expect_tx" || what == "complete_tx") {
     places();
@@ -633,8 +726,10 @@ Outcome MapAddress(Context& context, const Inst& inst) {
   for (int lane = 0; lane < kLanes; ++lane) {
     if (!(context.mask >> lane & 1)) continue;
     if (rank[lane] >= ranks) {
-      context.machine.Misuse(context, lane, "mapa names CTA " + std::to_string(rank[lane]) + " of a cluster of " +
-                                                std::to_string(ranks) + ".");
+      context.machine.Misuse(context,
+                             lane,
+                             "mapa names CTA " + std::to_string(rank[lane]) + " of a cluster of " +
+                                 std::to_string(ranks) + ".");
       return Outcome::kMoved;
     }
     const uint64_t address = LaneAddress(context, inst.source[0], 0, lane);
@@ -684,14 +779,15 @@ bool DecodeMemory(Decoder& decoder, Parts parts) {
       if (parts.Take("async") || parts.Take("async::generic")) {
         inst.execute = ProxyFence;
         parts.Take("global") || parts.Take("shared::cta") || parts.Take("shared::cluster");
-        while (parts.Take("acquire") || parts.Take("release") || parts.Take("sync_restrict::shared::cta") ||
+        while (parts.Take("acquire") || parts.Take("release") ||
+               parts.Take("sync_restrict::shared::cta") ||
                parts.Take("sync_restrict::shared::cluster") || parts.Take("cluster")) {
         }
       } else if (parts.Take("alias")) {
         inst.execute = MemoryFence;
       } else if (parts.Take("tensormap::generic")) {
-        while (parts.Take("acquire") || parts.Take("release") || parts.Take("gpu") || parts.Take("cta") ||
-               parts.Take("cluster") || parts.Take("sys")) {
+        while (parts.Take("acquire") || parts.Take("release") || parts.Take("gpu") ||
+               parts.Take("cta") || parts.Take("cluster") || parts.Take("sys")) {
         }
         inst.execute = MemoryFence;
       } else {
@@ -703,9 +799,10 @@ bool DecodeMemory(Decoder& decoder, Parts parts) {
       parts.Take("cluster");
       inst.execute = BarrierInitFence;
     } else {
-      while (parts.Take("sc") || parts.Take("acq_rel") || parts.Take("acquire") || parts.Take("release") ||
-             parts.Take("cta") || parts.Take("cluster") || parts.Take("gpu") || parts.Take("sys") ||
-             parts.Take("gl") || parts.Take("sync_restrict::shared::cta") ||
+      while (parts.Take("sc") || parts.Take("acq_rel") || parts.Take("acquire") ||
+             parts.Take("release") || parts.Take("cta") || parts.Take("cluster") ||
+             parts.Take("gpu") || parts.Take("sys") || parts.Take("gl") ||
+             parts.Take("sync_restrict::shared::cta") ||
              parts.Take("sync_restrict::shared::cluster")) {
       }
       inst.execute = MemoryFence;
@@ -737,14 +834,16 @@ bool DecodeMemory(Decoder& decoder, Parts parts) {
     decoder.ExpectOperands(1, 2);
     inst.destination[0] = decoder.Destination(decoder.Operand(0), 64);
     inst.execute = CreatePolicy;
-  } else if (name == "prefetch" || name == "prefetchu" || name == "discard" || name == "applypriority") {
+  } else if (name == "prefetch" || name == "prefetchu" || name == "discard" ||
+             name == "applypriority") {
     // Hints about caches, which are not modelled.
     while (!parts.done()) parts.Next();
     inst.execute = Nothing;
   } else {
     return false;
   }
-  if (!parts.done()) decoder.Fail("modifier \"." + std::string(parts.Peek()) + "\" is not supported here.");
+  if (!parts.done())
+    decoder.Fail("modifier \"." + std::string(parts.Peek()) + "\" is not supported here.");
   return true;
 }
 

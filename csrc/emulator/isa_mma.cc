@@ -1,5 +1,5 @@
-// Matrix products whose results are in registers: wgmma and mma.sync, and the loads and stores that go with
-// them (ldmatrix, stmatrix).
+// Matrix products whose results are in registers: wgmma and mma.sync, and the loads and stores that
+// go with them (ldmatrix, stmatrix).
 //
 // Source: PTX ISA 9.0, 9.7.14 (mma, ldmatrix, stmatrix), 9.7.15 (wgmma).
 
@@ -17,12 +17,15 @@ uint64_t LaneValue(const Context& context, const Ref& ref, int lane) {
 }
 
 Slot WarpgroupSlot(const Context& context) {
-  return static_cast<Slot>(context.cta.first_slot + context.warp.index * kWarpSlots + kWarpgroupSlot);
+  return static_cast<Slot>(context.cta.first_slot + context.warp.index * kWarpSlots +
+                           kWarpgroupSlot);
 }
 
 bool WholeWarp(const Context& context) { return (context.warp.live & ~context.mask) == 0; }
 
-std::string WaitsForWarp(Context&, const Inst&) { return "wait for the other lanes of their warp to arrive here"; }
+std::string WaitsForWarp(Context&, const Inst&) {
+  return "wait for the other lanes of their warp to arrive here";
+}
 
 // The 16 x 16 operand A of a warp from its four registers (9.7.14.5.8).
 void GatherA(const Context& context, const Ref* refs, uint16_t* a) {
@@ -35,13 +38,14 @@ void GatherA(const Context& context, const Ref* refs, uint16_t* a) {
   }
 }
 
-// Accumulators of a warp: 16 rows by n columns, register i of lane l at row l/4 + 8 (i/2 % 2), column
-// 8 (i/4) + l%4 * 2 + i%2.
+// Accumulators of a warp: 16 rows by n columns, register i of lane l at row l/4 + 8 (i/2 % 2),
+// column 8 (i/4) + l%4 * 2 + i%2.
 void GatherD(const Context& context, const Ref* refs, uint32_t count, int n, float* d) {
   for (uint32_t i = 0; i < count; ++i) {
     const uint32_t* row = context.Row(refs[i]);
     for (int lane = 0; lane < kLanes; ++lane) {
-      d[(lane / 4 + 8 * (i / 2 % 2)) * n + 8 * (i / 4) + lane % 4 * 2 + i % 2] = std::bit_cast<float>(row[lane]);
+      d[(lane / 4 + 8 * (i / 2 % 2)) * n + 8 * (i / 4) + lane % 4 * 2 + i % 2] =
+          std::bit_cast<float>(row[lane]);
     }
   }
 }
@@ -51,16 +55,19 @@ void ScatterD(Context& context, const Ref* refs, uint32_t count, int n, const fl
     if (!refs[i]) continue;
     uint32_t* row = context.MutableRow(refs[i]);
     for (int lane = 0; lane < kLanes; ++lane) {
-      row[lane] = std::bit_cast<uint32_t>(d[(lane / 4 + 8 * (i / 2 % 2)) * n + 8 * (i / 4) + lane % 4 * 2 + i % 2]);
+      row[lane] = std::bit_cast<uint32_t>(
+          d[(lane / 4 + 8 * (i / 2 % 2)) * n + 8 * (i / 4) + lane % 4 * 2 + i % 2]);
     }
   }
 }
 
-// ---- wgmma. Each warp of a warpgroup computes 16 of the 64 rows, so none has to wait for another here.
+// ---- wgmma. Each warp of a warpgroup computes 16 of the 64 rows, so none has to wait for another
+// here.
 
-// mode[0]: n; mode[1]: types (bit 0 A, bit 1 B is bf16) and bit 2: A is in registers; mode[2]: bits 0 and 1 negate A
-// and B, bits 2 and 3 A and B are MN-major. source[0] A, source[1] B, source[2] predicate: add D.
-// The list of destinations is D, the list of sources D again and then A's registers.
+// mode[0]: n; mode[1]: types (bit 0 A, bit 1 B is bf16) and bit 2: A is in registers; mode[2]: bits
+// 0 and 1 negate A and B, bits 2 and 3 A and B are MN-major. source[0] A, source[1] B, source[2]
+// predicate: add D. The list of destinations is D, the list of sources D again and then A's
+// registers.
 Outcome Warpgroup(Context& context, const Inst& inst) {
   if (!WholeWarp(context)) return Outcome::kBlocked;
   Machine& machine = context.machine;
@@ -74,14 +81,17 @@ Outcome Warpgroup(Context& context, const Inst& inst) {
   VectorClock clock = machine.KnowledgeOf(context.warp, context.mask);
   clock.SetSeen(slot, time);
   const Access access{time, slot, static_cast<uint8_t>(first), true, context.group.pc};
-  const auto read = [&](const Ref& source, Major major, int rows, uint16_t* operand) -> std::string {
+  const auto read =
+      [&](const Ref& source, Major major, int rows, uint16_t* operand) -> std::string {
     MatrixDescriptor descriptor;
-    std::string fault = DecodeMatrixDescriptor(LaneValue(context, source, first), DescriptorForm::kHopper, &descriptor);
+    std::string fault = DecodeMatrixDescriptor(
+        LaneValue(context, source, first), DescriptorForm::kHopper, &descriptor);
     if (!fault.empty()) return fault;
     if (machine.options().check_races) {
       const auto size = static_cast<uint32_t>(context.cta.shared.size());
       ForEachChunk(descriptor, major, rows, [&](uint32_t address) {
-        if (size >= 16 && address <= size - 16) machine.CheckShared(access, clock, {&context.cta, address}, 16, false);
+        if (size >= 16 && address <= size - 16)
+          machine.CheckShared(access, clock, {&context.cta, address}, 16, false);
       });
     }
     return GatherOperand(descriptor, major, rows, context.cta.shared, operand);
@@ -105,10 +115,18 @@ Outcome Warpgroup(Context& context, const Inst& inst) {
   options.b_type = inst.mode[1] & 2 ? HalfType::kBf16 : HalfType::kF16;
   options.negate_a = inst.mode[2] & 1;
   options.negate_b = inst.mode[2] & 2;
-  options.accumulate = inst.source[2] ? context.Predicate(inst.source[2]) >> first & 1 : inst.mode[3] != 0;
+  options.accumulate =
+      inst.source[2] ? context.Predicate(inst.source[2]) >> first & 1 : inst.mode[3] != 0;
   GatherD(context, refs, count, n, d);
-  MmaHopper(options, {.m = 16, .n = n, .a = rows_of_warp, .a_stride = kMmaK, .b = b, .b_stride = kMmaK, .d = d,
-                      .d_stride = n});
+  MmaHopper(options,
+            {.m = 16,
+             .n = n,
+             .a = rows_of_warp,
+             .a_stride = kMmaK,
+             .b = b,
+             .b_stride = kMmaK,
+             .d = d,
+             .d_stride = n});
   ScatterD(context, &machine.program().refs[inst.first_destination], count, n, d);
   return Outcome::kNext;
 }
@@ -160,21 +178,34 @@ Outcome WarpMma(Context& context, const Inst& inst) {
   GatherD(context, refs + 6, 4, 8, d);
   MmaOptions options;
   options.a_type = options.b_type = inst.mode[1] & 1 ? HalfType::kBf16 : HalfType::kF16;
-  MmaHopper(options, {.m = 16, .n = 8, .a = a, .a_stride = kMmaK, .b = b, .b_stride = kMmaK, .d = d, .d_stride = 8});
+  MmaHopper(options,
+            {.m = 16,
+             .n = 8,
+             .a = a,
+             .a_stride = kMmaK,
+             .b = b,
+             .b_stride = kMmaK,
+             .d = d,
+             .d_stride = 8});
   ScatterD(context, &context.machine.program().refs[inst.first_destination], 4, 8, d);
   return Outcome::kNext;
 }
 
-// ---- ldmatrix and stmatrix: 8 x 8 matrices of 16-bit elements, whose rows' addresses lanes 8i to 8i + 7 give
+// ---- ldmatrix and stmatrix: 8 x 8 matrices of 16-bit elements, whose rows' addresses lanes 8i to
+// 8i + 7 give
 
 // The bytes of row `row` of matrix `matrix`, checked; null after a report.
 uint8_t* MatrixRow(Context& context, const Inst& inst, int matrix, int row, bool write) {
   const int lane = matrix * 8 + row;
-  auto address = static_cast<uint32_t>(LaneValue(context, inst.source[0], lane) + inst.immediate[0]);
+  auto address =
+      static_cast<uint32_t>(LaneValue(context, inst.source[0], lane) + inst.immediate[0]);
   if (address >> 24 == 0) address |= context.cta.rank << 24;
   const auto place = context.machine.FindShared(context.cta, address, 16);
   if (!place || place->offset % 16 != 0) {
-    context.machine.Misuse(context, lane, "a row of a matrix lies out of range, or not aligned to 16 bytes.", true,
+    context.machine.Misuse(context,
+                           lane,
+                           "a row of a matrix lies out of range, or not aligned to 16 bytes.",
+                           true,
                            Report::Kind::kMemory);
     return nullptr;
   }
@@ -193,7 +224,8 @@ Outcome MoveMatrices(Context& context, const Inst& inst, bool load) {
       rows[row] = MatrixRow(context, inst, matrix, row, !load);
       if (rows[row] == nullptr) return Outcome::kMoved;
     }
-    const Ref& ref = program.refs[(load ? inst.first_destination : inst.first_source) + static_cast<uint32_t>(matrix)];
+    const Ref& ref = program.refs[(load ? inst.first_destination : inst.first_source) +
+                                  static_cast<uint32_t>(matrix)];
     uint32_t values[kLanes];
     if (!load) std::memcpy(values, context.Row(ref), sizeof(values));
     for (int lane = 0; lane < kLanes; ++lane) {
@@ -203,8 +235,10 @@ Outcome MoveMatrices(Context& context, const Inst& inst, bool load) {
         const int row = inst.mode[1] ? lane % 4 * 2 + j : lane / 4;
         const int column = inst.mode[1] ? lane / 4 : lane % 4 * 2 + j;
         uint8_t* element = rows[row] + 2 * column;
-        if (load) std::memcpy(&pair[j], element, 2);
-        else std::memcpy(element, &pair[j], 2);
+        if (load)
+          std::memcpy(&pair[j], element, 2);
+        else
+          std::memcpy(element, &pair[j], 2);
       }
       if (load) std::memcpy(&values[lane], pair, 4);
     }
@@ -214,7 +248,9 @@ Outcome MoveMatrices(Context& context, const Inst& inst, bool load) {
 }
 
 Outcome LoadMatrix(Context& context, const Inst& inst) { return MoveMatrices(context, inst, true); }
-Outcome StoreMatrix(Context& context, const Inst& inst) { return MoveMatrices(context, inst, false); }
+Outcome StoreMatrix(Context& context, const Inst& inst) {
+  return MoveMatrices(context, inst, false);
+}
 
 // ---- Decoding
 
@@ -239,8 +275,8 @@ bool Shape(std::string_view text, int* m, int* n, int* k) {
 void DecodeWarpgroup(Decoder& decoder, Parts& parts) {
   Inst& inst = decoder.inst();
   int m = 0, n = 0, k = 0;
-  if (!parts.Take("sync") || !parts.Take("aligned") || !Shape(parts.Next(), &m, &n, &k) || m != 64 || k != 16 ||
-      n % 8 != 0 || n < 8 || n > 256) {
+  if (!parts.Take("sync") || !parts.Take("aligned") || !Shape(parts.Next(), &m, &n, &k) ||
+      m != 64 || k != 16 || n % 8 != 0 || n < 8 || n > 256) {
     decoder.Fail("wgmma.mma_async is .sync.aligned.m64nNk16 with N a multiple of 8 up to 256.");
   }
   if (!parts.Take("f32")) decoder.Fail("only .f32 accumulators are supported.");
@@ -252,7 +288,8 @@ void DecodeWarpgroup(Decoder& decoder, Parts& parts) {
   inst.mode[1] = (a == "bf16" ? 3 : 0) | (in_registers ? 4 : 0);
   decoder.DestinationList(decoder.Operand(0), 32);
   ptx::Operand sources = decoder.Operand(0);
-  if (sources.kind != ptx::Operand::Kind::kVector) decoder.Fail("wgmma's accumulators are a vector.");
+  if (sources.kind != ptx::Operand::Kind::kVector)
+    decoder.Fail("wgmma's accumulators are a vector.");
   if (in_registers) {
     const auto& more = decoder.Operand(1).elements;
     if (more.size() != 4) decoder.Fail("wgmma takes A from 4 registers.");
@@ -261,7 +298,8 @@ void DecodeWarpgroup(Decoder& decoder, Parts& parts) {
     inst.source[0] = decoder.Source(decoder.Operand(1), 64);
   }
   decoder.SourceList(sources, 32);
-  if (inst.destination_count != inst.mode[0] / 2) decoder.Fail("the number of accumulators is not that of the shape.");
+  if (inst.destination_count != inst.mode[0] / 2)
+    decoder.Fail("the number of accumulators is not that of the shape.");
   inst.source[1] = decoder.Source(decoder.Operand(2), 64);
   if (decoder.Operand(3).kind == ptx::Operand::Kind::kImmediate) {
     inst.mode[3] = decoder.Constant(decoder.Operand(3)) != 0;
@@ -290,7 +328,8 @@ bool DecodeMatrix(Decoder& decoder, Parts parts) {
     if (what == "mma_async") {
       DecodeWarpgroup(decoder, parts);
     } else {
-      if (!parts.Take("sync") || !parts.Take("aligned")) decoder.Fail("wgmma instructions are .sync.aligned.");
+      if (!parts.Take("sync") || !parts.Take("aligned"))
+        decoder.Fail("wgmma instructions are .sync.aligned.");
       if (what == "fence") {
         inst.execute = WarpgroupFence;
       } else if (what == "commit_group") {
@@ -307,12 +346,14 @@ bool DecodeMatrix(Decoder& decoder, Parts parts) {
     }
   } else if (name == "mma") {
     int m = 0, n = 0, k = 0;
-    if (!parts.Take("sync") || !parts.Take("aligned") || !Shape(parts.Next(), &m, &n, &k) || m != 16 || n != 8 ||
-        k != 16 || !parts.Take("row") || !parts.Take("col") || !parts.Take("f32")) {
+    if (!parts.Take("sync") || !parts.Take("aligned") || !Shape(parts.Next(), &m, &n, &k) ||
+        m != 16 || n != 8 || k != 16 || !parts.Take("row") || !parts.Take("col") ||
+        !parts.Take("f32")) {
       decoder.Fail("of mma.sync, only .m16n8k16.row.col with .f32 accumulators is supported.");
     }
     const std::string_view a = parts.Next(), b = parts.Next();
-    if (a != b || (a != "bf16" && a != "f16") || !parts.Take("f32")) decoder.Fail("mma operands are .bf16 or .f16.");
+    if (a != b || (a != "bf16" && a != "f16") || !parts.Take("f32"))
+      decoder.Fail("mma operands are .bf16 or .f16.");
     inst.mode[1] = a == "bf16";
     decoder.ExpectOperands(4, 4);
     decoder.DestinationList(decoder.Operand(0), 32);
@@ -322,7 +363,8 @@ bool DecodeMatrix(Decoder& decoder, Parts parts) {
       sources.elements.insert(sources.elements.end(), more.begin(), more.end());
     }
     decoder.SourceList(sources, 32);
-    if (inst.source_count != 10 || inst.destination_count != 4) decoder.Fail("the number of registers is wrong.");
+    if (inst.source_count != 10 || inst.destination_count != 4)
+      decoder.Fail("the number of registers is wrong.");
     inst.execute = WarpMma;
     inst.describe_wait = WaitsForWarp;
   } else if (name == "ldmatrix" || name == "stmatrix") {
@@ -351,7 +393,8 @@ bool DecodeMatrix(Decoder& decoder, Parts parts) {
   } else {
     return false;
   }
-  if (!parts.done()) decoder.Fail("modifier \"." + std::string(parts.Peek()) + "\" is not supported here.");
+  if (!parts.done())
+    decoder.Fail("modifier \"." + std::string(parts.Peek()) + "\" is not supported here.");
   return true;
 }
 

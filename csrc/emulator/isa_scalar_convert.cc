@@ -567,10 +567,12 @@ void EmitNarrow(
   form.decoder.ExpectOperands(from.size() + 1, from.size() + 1);
   Inst& inst = form.inst();
   inst.execute = execute;
-  inst.destination[0] = form.Destination(form.operand(0), to == Type::kB16 ? Type::kB8 : to, to == Type::kB16);
+  inst.destination[0] =
+      form.Destination(form.operand(0), to == Type::kB16 ? Type::kB8 : to, to == Type::kB16);
   size_t i = 0;
   for (const Type type : from) {
-    inst.source[i] = form.Source(form.operand(i + 1), type == Type::kB16 ? Type::kB8 : type, type == Type::kB16);
+    inst.source[i] =
+        form.Source(form.operand(i + 1), type == Type::kB16 ? Type::kB8 : type, type == Type::kB16);
     ++i;
   }
   if ((to == Type::kB16 && inst.destination[0].bits > 16) ||

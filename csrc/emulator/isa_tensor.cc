@@ -2,12 +2,11 @@
 //
 // Source: PTX ISA 9.0, 9.7.16 (tcgen05).
 
-#include "csrc/emulator/tensor_core.h"
-
 #include <bit>
 #include <cstring>
 
 #include "csrc/emulator/machine.h"
+#include "csrc/emulator/tensor_core.h"
 
 namespace jax_fa4::emulator {
 namespace {
@@ -22,7 +21,9 @@ Slot WarpSlot(const Context& context, int which) {
   return static_cast<Slot>(context.cta.first_slot + context.warp.index * kWarpSlots + which);
 }
 
-Slot PipeSlot(const Cta& cta) { return static_cast<Slot>(cta.first_slot + cta.warps.size() * kWarpSlots); }
+Slot PipeSlot(const Cta& cta) {
+  return static_cast<Slot>(cta.first_slot + cta.warps.size() * kWarpSlots);
+}
 
 // A kernel may issue for ever and never wait: the pipe takes this many operations.
 bool PipeIsFull(const Cta& cta) { return cta.tensor_pipe.size() >= 1024; }
@@ -30,13 +31,16 @@ bool PipeIsFull(const Cta& cta) { return cta.tensor_pipe.size() >= 1024; }
 // An instruction that a whole warp executes together.
 bool WholeWarp(const Context& context) { return (context.warp.live & ~context.mask) == 0; }
 
-std::string WaitsForWarp(Context&, const Inst&) { return "wait for the other lanes of their warp to arrive here"; }
+std::string WaitsForWarp(Context&, const Inst&) {
+  return "wait for the other lanes of their warp to arrive here";
+}
 
 // ---- Allocation
 
 std::string WaitsForColumns(Context& context, const Inst& inst) {
   const int lane = std::countr_zero(context.mask);
-  return "wait for " + std::to_string(LaneValue(context, inst.source[1], lane)) + " columns of tensor memory";
+  return "wait for " + std::to_string(LaneValue(context, inst.source[1], lane)) +
+         " columns of tensor memory";
 }
 
 Outcome Allocate(Context& context, const Inst& inst) {
@@ -45,8 +49,10 @@ Outcome Allocate(Context& context, const Inst& inst) {
   const int lane = std::countr_zero(context.mask);
   const auto columns = static_cast<uint32_t>(LaneValue(context, inst.source[1], lane));
   if (columns < 32 || columns > kTensorColumns || !std::has_single_bit(columns)) {
-    machine.Misuse(context, lane, "tcgen05.alloc takes 32, 64, 128, 256 or 512 columns, not " +
-                                      std::to_string(columns) + ".");
+    machine.Misuse(context,
+                   lane,
+                   "tcgen05.alloc takes 32, 64, 128, 256 or 512 columns, not " +
+                       std::to_string(columns) + ".");
     return Outcome::kMoved;
   }
   Cta& cta = context.cta;
@@ -66,14 +72,21 @@ Outcome Allocate(Context& context, const Inst& inst) {
   }
   if (first + groups > cta.tensor_columns.size()) return Outcome::kBlocked;
   if (cta.tensor.empty()) {
-    cta.tensor.assign(kTensorLanes * kTensorColumns, 0x7fbadbad);  // NaN: what a kernel must not rely on
-    cta.tensor_shadow = Shadow(machine.options().check_races ? kTensorLanes * kTensorColumns / 8 : 0);
+    cta.tensor.assign(kTensorLanes * kTensorColumns,
+                      0x7fbadbad);  // NaN: what a kernel must not rely on
+    cta.tensor_shadow =
+        Shadow(machine.options().check_races ? kTensorLanes * kTensorColumns / 8 : 0);
   }
   for (uint32_t i = 0; i < groups; ++i) cta.tensor_columns[first + i] = true;
-  const auto to = static_cast<uint32_t>(LaneValue(context, inst.source[0], lane) + inst.immediate[0]);
+  const auto to =
+      static_cast<uint32_t>(LaneValue(context, inst.source[0], lane) + inst.immediate[0]);
   const auto place = machine.FindShared(cta, to >> 24 ? to : to | cta.rank << 24, 4);
   if (!place || place->offset % 4 != 0) {
-    machine.Misuse(context, lane, "tcgen05.alloc writes its result out of range.", true, Report::Kind::kMemory);
+    machine.Misuse(context,
+                   lane,
+                   "tcgen05.alloc writes its result out of range.",
+                   true,
+                   Report::Kind::kMemory);
     return Outcome::kMoved;
   }
   machine.AccessShared(context, lane, *place, 4, true);
@@ -88,11 +101,14 @@ Outcome Deallocate(Context& context, const Inst& inst) {
   const auto address = static_cast<uint32_t>(LaneValue(context, inst.source[0], lane));
   const auto columns = static_cast<uint32_t>(LaneValue(context, inst.source[1], lane));
   const uint32_t first = address / kColumnGroup, groups = columns / kColumnGroup;
-  bool valid = columns % kColumnGroup == 0 && address % kColumnGroup == 0 && groups > 0 && first + groups <= 16;
+  bool valid = columns % kColumnGroup == 0 && address % kColumnGroup == 0 && groups > 0 &&
+               first + groups <= 16;
   for (uint32_t i = 0; valid && i < groups; ++i) valid = context.cta.tensor_columns[first + i];
   if (!valid) {
-    context.machine.Misuse(context, lane, "tcgen05.dealloc of " + std::to_string(columns) + " columns at " +
-                                              std::to_string(address) + ", which are not allocated.");
+    context.machine.Misuse(context,
+                           lane,
+                           "tcgen05.dealloc of " + std::to_string(columns) + " columns at " +
+                               std::to_string(address) + ", which are not allocated.");
     return Outcome::kMoved;
   }
   for (uint32_t i = 0; i < groups; ++i) context.cta.tensor_columns[first + i] = false;
@@ -127,13 +143,19 @@ struct Product {
 };
 
 // Reads `rows` of an operand from one CTA's shared memory, as the tensor core would.
-std::string ReadOperand(Machine& machine, const Operation& self, Cta& cta, const MatrixDescriptor& descriptor,
-                        Major major, int rows, uint16_t* operand) {
+std::string ReadOperand(Machine& machine,
+                        const Operation& self,
+                        Cta& cta,
+                        const MatrixDescriptor& descriptor,
+                        Major major,
+                        int rows,
+                        uint16_t* operand) {
   if (machine.options().check_races) {
     const Access access = self.access();
     const auto size = static_cast<uint32_t>(cta.shared.size());
     ForEachChunk(descriptor, major, rows, [&](uint32_t address) {
-      if (size >= 16 && address <= size - 16) machine.CheckShared(access, self.clock, {&cta, address}, 16, false);
+      if (size >= 16 && address <= size - 16)
+        machine.CheckShared(access, self.clock, {&cta, address}, 16, false);
     });
   }
   return GatherOperand(descriptor, major, rows, cta.shared, operand);
@@ -154,21 +176,28 @@ void Multiply(Machine& machine, Operation& self, const Product& product) {
   alignas(64) uint16_t a[128 * kMmaK], b[256 * kMmaK];
   std::string fault;
   for (size_t i = 0; i < ctas.size() && fault.empty(); ++i) {
-    fault = ReadOperand(machine, self, *ctas[i], product.b, shape.b_major, columns_of_cta,
+    fault = ReadOperand(machine,
+                        self,
+                        *ctas[i],
+                        product.b,
+                        shape.b_major,
+                        columns_of_cta,
                         b + i * columns_of_cta * kMmaK);
   }
   const Access access = self.access();
   const uint32_t lane = product.d >> 16, column = product.d & 0xffff;
   for (Cta* cta : ctas) {
     if (!fault.empty()) break;
-    // Of a pair's 128 rows each CTA has 64, whose second half of columns lies in the upper 64 lanes. The 64 rows of
-    // one CTA lie in 16 lanes of each quarter, the lower or the upper ones.
+    // Of a pair's 128 rows each CTA has 64, whose second half of columns lies in the upper 64
+    // lanes. The 64 rows of one CTA lie in 16 lanes of each quarter, the lower or the upper ones.
     const bool scattered = rows == 64 && product.cta_group == 1;
     const bool folded = rows == 64 && product.cta_group == 2;
     const uint32_t columns = static_cast<uint32_t>(folded ? shape.n / 2 : shape.n);
-    if (cta->tensor.empty() || !Allocated(*cta, column, columns) || (lane != 0 && !(scattered && lane == 16))) {
-      fault = "tcgen05.mma writes columns [" + std::to_string(column) + ", " + std::to_string(column + columns) +
-              ") from lane " + std::to_string(lane) + " of tensor memory, which are not all allocated.";
+    if (cta->tensor.empty() || !Allocated(*cta, column, columns) ||
+        (lane != 0 && !(scattered && lane == 16))) {
+      fault = "tcgen05.mma writes columns [" + std::to_string(column) + ", " +
+              std::to_string(column + columns) + ") from lane " + std::to_string(lane) +
+              " of tensor memory, which are not all allocated.";
       break;
     }
     if (product.a_in_tensor) {
@@ -178,29 +207,42 @@ void Multiply(Machine& machine, Operation& self, const Product& product) {
         break;
       }
       for (int row = 0; row < rows; ++row) {
-        machine.AccessTensor(access, self.clock, *self.cta, self.warp, *cta, static_cast<uint32_t>(row), at, 8, false);
+        machine.AccessTensor(access,
+                             self.clock,
+                             *self.cta,
+                             self.warp,
+                             *cta,
+                             static_cast<uint32_t>(row),
+                             at,
+                             8,
+                             false);
         std::memcpy(a + row * kMmaK, &cta->tensor[row * kTensorColumns + at], 2 * kMmaK);
       }
     } else {
       fault = ReadOperand(machine, self, *cta, product.a, shape.a_major, rows, a);
       if (!fault.empty()) break;
     }
-    MmaOptions options{.a_type = shape.a_type, .b_type = shape.b_type, .negate_a = shape.negate_a,
-                       .negate_b = shape.negate_b, .accumulate = product.accumulate};
+    MmaOptions options{.a_type = shape.a_type,
+                       .b_type = shape.b_type,
+                       .negate_a = shape.negate_a,
+                       .negate_b = shape.negate_b,
+                       .accumulate = product.accumulate};
     const int parts = folded ? 2 : scattered ? 4 : 1;
     for (int part = 0; part < parts; ++part) {
       const uint32_t first_lane = folded ? 64 * part : scattered ? lane + 32 * part : 0;
       const int rows_of_part = scattered ? 16 : rows;
       for (int row = 0; row < rows_of_part; ++row) {
         const uint32_t at = first_lane + static_cast<uint32_t>(row);
-        machine.AccessTensor(access, self.clock, *self.cta, self.warp, *cta, at, column, columns, true);
+        machine.AccessTensor(
+            access, self.clock, *self.cta, self.warp, *cta, at, column, columns, true);
       }
       MmaOperands operands;
       operands.m = rows_of_part;
       operands.n = static_cast<int>(columns);
       operands.a = a + (scattered ? part * rows_of_part * kMmaK : 0);
       operands.b = b + (folded ? part * static_cast<int>(columns) * kMmaK : 0);
-      operands.d = reinterpret_cast<float*>(&cta->tensor[static_cast<size_t>(first_lane) * kTensorColumns + column]);
+      operands.d = reinterpret_cast<float*>(
+          &cta->tensor[static_cast<size_t>(first_lane) * kTensorColumns + column]);
       operands.d_stride = kTensorColumns;
       MmaBlackwell(options, operands);
     }
@@ -209,8 +251,8 @@ void Multiply(Machine& machine, Operation& self, const Product& product) {
 }
 
 // source[0] D, source[1] A (descriptor or address), source[2] B, source[3] instruction descriptor,
-// source[4] predicate: whether D is added. mode[0]: CTA group; mode[1]: A is in tensor memory; mode[2]: D is
-// added if there is no predicate. immediate: offsets of D and A.
+// source[4] predicate: whether D is added. mode[0]: CTA group; mode[1]: A is in tensor memory;
+// mode[2]: D is added if there is no predicate. immediate: offsets of D and A.
 Outcome Mma(Context& context, const Inst& inst) {
   if (PipeIsFull(context.cta)) return Outcome::kBlocked;
   Machine& machine = context.machine;
@@ -219,24 +261,29 @@ Outcome Mma(Context& context, const Inst& inst) {
     Product product;
     product.cta_group = static_cast<int>(inst.mode[0]);
     product.a_in_tensor = inst.mode[1];
-    product.accumulate = inst.source[4] ? context.Predicate(inst.source[4]) >> lane & 1 : inst.mode[2];
+    product.accumulate =
+        inst.source[4] ? context.Predicate(inst.source[4]) >> lane & 1 : inst.mode[2];
     product.d = static_cast<uint32_t>(LaneValue(context, inst.source[0], lane) + inst.immediate[0]);
     const auto bits = static_cast<uint32_t>(LaneValue(context, inst.source[3], lane));
     std::string fault = DecodeInstructionDescriptor(bits, product.cta_group, &product.descriptor);
     if (fault.empty() && product.descriptor.m == 64 && product.a_in_tensor) {
       fault = "M = 64 with A in tensor memory is not supported.";
     }
-    if (fault.empty() && !product.descriptor.d_is_f32) fault = "f16 accumulators are not supported.";
-    const uint64_t a = LaneValue(context, inst.source[1], lane) + static_cast<uint64_t>(inst.immediate[1]);
+    if (fault.empty() && !product.descriptor.d_is_f32)
+      fault = "f16 accumulators are not supported.";
+    const uint64_t a =
+        LaneValue(context, inst.source[1], lane) + static_cast<uint64_t>(inst.immediate[1]);
     if (product.a_in_tensor) {
       product.a_tensor = static_cast<uint32_t>(a);
     } else if (fault.empty()) {
       fault = DecodeMatrixDescriptor(a, DescriptorForm::kBlackwell, &product.a);
     }
     if (fault.empty()) {
-      fault = DecodeMatrixDescriptor(LaneValue(context, inst.source[2], lane), DescriptorForm::kBlackwell, &product.b);
+      fault = DecodeMatrixDescriptor(
+          LaneValue(context, inst.source[2], lane), DescriptorForm::kBlackwell, &product.b);
     }
-    if (fault.empty() && product.cta_group == 2 && (context.cta.rank | 1) >= context.cta.cluster->ctas.size()) {
+    if (fault.empty() && product.cta_group == 2 &&
+        (context.cta.rank | 1) >= context.cta.cluster->ctas.size()) {
       fault = "cta_group::2 needs a cluster of two CTAs.";
     }
     for (uint32_t i = 0; i < inst.source_count && fault.empty(); ++i) {
@@ -262,11 +309,16 @@ Outcome Commit(Context& context, const Inst& inst) {
   Machine& machine = context.machine;
   for (int lane = 0; lane < kLanes; ++lane) {
     if (!(context.mask >> lane & 1)) continue;
-    auto address = static_cast<uint32_t>(LaneValue(context, inst.source[0], lane) + inst.immediate[0]);
+    auto address =
+        static_cast<uint32_t>(LaneValue(context, inst.source[0], lane) + inst.immediate[0]);
     if (inst.mode[1] == 0 && address >> 24 == 0) address |= context.cta.rank << 24;
     const auto place = machine.FindShared(context.cta, address, 8);
     if (!place) {
-      machine.Misuse(context, lane, "tcgen05.commit names an mbarrier out of range.", true, Report::Kind::kMemory);
+      machine.Misuse(context,
+                     lane,
+                     "tcgen05.commit names an mbarrier out of range.",
+                     true,
+                     Report::Kind::kMemory);
       return Outcome::kMoved;
     }
     std::vector<Machine::SharedPlace> places;
@@ -287,8 +339,9 @@ Outcome Commit(Context& context, const Inst& inst) {
           return;
         }
         if (machine.options().strict && !it->second.fenced) {
-          machine.OperationFault(self, "tcgen05.commit signals an mbarrier whose initialisation no "
-                                       "fence.mbarrier_init has made visible to it.");
+          machine.OperationFault(self,
+                                 "tcgen05.commit signals an mbarrier whose initialisation no "
+                                 "fence.mbarrier_init has made visible to it.");
         }
         // A commit publishes what it waited for, as tcgen05.fence::before_thread_sync does.
         VectorClock clock = self.clock;
@@ -327,31 +380,40 @@ Cell CellOf(uint32_t shape, uint32_t t, uint32_t r, uint32_t split) {
   }
 }
 
-// Consecutive columns of a lane that `registers` of the shape take; k16x32x2 takes as many from `split` on. With
-// .pack::16b and .unpack::16b a register is the lower halves of two columns.
+// Consecutive columns of a lane that `registers` of the shape take; k16x32x2 takes as many from
+// `split` on. With .pack::16b and .unpack::16b a register is the lower halves of two columns.
 uint32_t ColumnsOf(const Inst& inst, uint32_t registers) {
-  const uint32_t columns = inst.mode[0] == k32x32 || inst.mode[0] == k16x32x2 ? registers : 2 * registers;
+  const uint32_t columns =
+      inst.mode[0] == k32x32 || inst.mode[0] == k16x32x2 ? registers : 2 * registers;
   return inst.mode[1] ? 2 * columns : columns;
 }
 
 // The lane at which the warp's part starts and the column, checked; false after a report.
-bool Quadrant(Context& context, const Inst& inst, uint32_t address, uint32_t columns, uint32_t* lane,
+bool Quadrant(Context& context,
+              const Inst& inst,
+              uint32_t address,
+              uint32_t columns,
+              uint32_t* lane,
               uint32_t* column) {
   const uint32_t quarter = static_cast<uint32_t>(context.warp.index % 4) * 32;
   *lane = address >> 16;
   *column = address & 0xffff;
   const int first = std::countr_zero(context.mask);
   if (*lane != quarter && (inst.mode[0] == k32x32 || *lane != quarter + 16)) {
-    context.machine.Misuse(context, first, "warp " + std::to_string(context.warp.index) + " reaches lanes " +
-                                               std::to_string(quarter) + " to " + std::to_string(quarter + 31) +
-                                               " of tensor memory only, but its address names lane " +
-                                               std::to_string(address >> 16) + ".");
+    context.machine.Misuse(context,
+                           first,
+                           "warp " + std::to_string(context.warp.index) + " reaches lanes " +
+                               std::to_string(quarter) + " to " + std::to_string(quarter + 31) +
+                               " of tensor memory only, but its address names lane " +
+                               std::to_string(address >> 16) + ".");
     return false;
   }
   if (context.cta.tensor.empty() || !Allocated(context.cta, *column, columns)) {
-    context.machine.Misuse(context, first, "columns [" + std::to_string(*column) + ", " +
-                                               std::to_string(*column + columns) +
-                                               ") of tensor memory are not all allocated.");
+    context.machine.Misuse(context,
+                           first,
+                           "columns [" + std::to_string(*column) + ", " +
+                               std::to_string(*column + columns) +
+                               ") of tensor memory are not all allocated.");
     return false;
   }
   return true;
@@ -363,7 +425,8 @@ bool SameAddress(Context& context, const Inst& inst, uint32_t* address) {
   for (int lane = first; lane < kLanes; ++lane) {
     if (!(context.mask >> lane & 1)) continue;
     if (LaneValue(context, inst.source[0], lane) + inst.immediate[0] != *address) {
-      context.machine.Misuse(context, lane, "the lanes of a warp name different addresses of tensor memory.");
+      context.machine.Misuse(
+          context, lane, "the lanes of a warp name different addresses of tensor memory.");
       return false;
     }
   }
@@ -377,9 +440,14 @@ VectorClock UnitClock(Context& context, Slot slot, uint32_t time) {
   return clock;
 }
 
-// Checks and notes what a warp's load or store touches; false after a report. mode[0]: the shape; mode[1]: whether
-// registers are packed; immediate[1]: the offset between the halves of k16x32x2.
-bool AccessTile(Context& context, const Inst& inst, uint32_t registers, Slot slot, bool write, uint32_t* lane,
+// Checks and notes what a warp's load or store touches; false after a report. mode[0]: the shape;
+// mode[1]: whether registers are packed; immediate[1]: the offset between the halves of k16x32x2.
+bool AccessTile(Context& context,
+                const Inst& inst,
+                uint32_t registers,
+                Slot slot,
+                bool write,
+                uint32_t* lane,
                 uint32_t* column) {
   Machine& machine = context.machine;
   const uint32_t shape = inst.mode[0], columns = ColumnsOf(inst, registers);
@@ -395,9 +463,15 @@ bool AccessTile(Context& context, const Inst& inst, uint32_t registers, Slot slo
   const VectorClock clock = UnitClock(context, slot, time);
   for (uint32_t t = 0; t < (shape == k32x32 ? 32u : 16u); ++t) {
     for (uint32_t half = 0; half < halves; ++half) {
-      machine.AccessTensor({time, slot, static_cast<uint8_t>(t), true, context.group.pc}, clock, context.cta,
-                           context.warp.index, context.cta, *lane + t,
-                           *column + half * static_cast<uint32_t>(inst.immediate[1]), columns, write);
+      machine.AccessTensor({time, slot, static_cast<uint8_t>(t), true, context.group.pc},
+                           clock,
+                           context.cta,
+                           context.warp.index,
+                           context.cta,
+                           *lane + t,
+                           *column + half * static_cast<uint32_t>(inst.immediate[1]),
+                           columns,
+                           write);
     }
   }
   return true;
@@ -408,7 +482,8 @@ Outcome LoadTensor(Context& context, const Inst& inst) {
   Machine& machine = context.machine;
   uint32_t lane, column;
   const uint32_t registers = inst.destination_count;
-  if (!AccessTile(context, inst, registers, WarpSlot(context, kTensorLoadSlot), false, &lane, &column)) {
+  if (!AccessTile(
+          context, inst, registers, WarpSlot(context, kTensorLoadSlot), false, &lane, &column)) {
     return Outcome::kMoved;
   }
   std::vector<uint64_t>& pending = context.warp.pending_rows;
@@ -424,7 +499,8 @@ Outcome LoadTensor(Context& context, const Inst& inst) {
     for (uint32_t t = 0; !plain && t < kLanes; ++t) {
       const Cell cell = CellOf(inst.mode[0], t, r, split);
       const uint32_t* lane_of_cell = from + cell.lane * kTensorColumns;
-      row[t] = inst.mode[1] ? lane_of_cell[2 * cell.column + 1] << 16 | (lane_of_cell[2 * cell.column] & 0xffff)
+      row[t] = inst.mode[1] ? lane_of_cell[2 * cell.column + 1] << 16 |
+                                  (lane_of_cell[2 * cell.column] & 0xffff)
                             : lane_of_cell[cell.column];
     }
     const uint32_t number = refs[r].index / kRowWords;
@@ -437,7 +513,8 @@ Outcome StoreTensor(Context& context, const Inst& inst) {
   if (!WholeWarp(context)) return Outcome::kBlocked;
   uint32_t lane, column;
   const uint32_t registers = inst.source_count;
-  if (!AccessTile(context, inst, registers, WarpSlot(context, kTensorStoreSlot), true, &lane, &column)) {
+  if (!AccessTile(
+          context, inst, registers, WarpSlot(context, kTensorStoreSlot), true, &lane, &column)) {
     return Outcome::kMoved;
   }
   const Ref* refs = &context.machine.program().refs[inst.first_source];
@@ -464,7 +541,8 @@ Outcome StoreTensor(Context& context, const Inst& inst) {
 // mode[0]: which unit of the warp.
 Outcome WaitTensor(Context& context, const Inst& inst) {
   if (!WholeWarp(context)) return Outcome::kBlocked;
-  context.machine.LearnSlot(context.warp, context.mask, WarpSlot(context, static_cast<int>(inst.mode[0])));
+  context.machine.LearnSlot(
+      context.warp, context.mask, WarpSlot(context, static_cast<int>(inst.mode[0])));
   if (inst.mode[0] == kTensorLoadSlot) context.warp.pending_rows.clear();
   return Outcome::kNext;
 }
@@ -498,12 +576,15 @@ void DecodeMma(Decoder& decoder, Parts& parts) {
   inst.mode[0] = static_cast<uint32_t>(TakeCtaGroup(decoder, parts));
   if (!parts.Take("kind::f16")) decoder.Fail("only .kind::f16 is supported.");
   // Where the collector keeps A has no effect on results.
-  for (const std::string_view hint : {"collector::a::fill", "collector::a::use", "collector::a::lastuse",
+  for (const std::string_view hint : {"collector::a::fill",
+                                      "collector::a::use",
+                                      "collector::a::lastuse",
                                       "collector::a::discard"}) {
     if (parts.Take(hint)) break;
   }
   // A vector of masks may say which lanes of D are left alone.
-  const bool masked = decoder.operand_count() > 4 && decoder.Operand(4).kind == ptx::Operand::Kind::kVector;
+  const bool masked =
+      decoder.operand_count() > 4 && decoder.Operand(4).kind == ptx::Operand::Kind::kVector;
   decoder.ExpectOperands(5 + masked, 5 + masked);
   if (masked) decoder.SourceList(decoder.Operand(4), 32);
   const ptx::Operand& accumulate = decoder.Operand(4 + masked);
@@ -526,14 +607,17 @@ void DecodeMma(Decoder& decoder, Parts& parts) {
 
 void DecodeLoadStore(Decoder& decoder, Parts& parts, bool is_load) {
   Inst& inst = decoder.inst();
-  if (!parts.Take("sync") || !parts.Take("aligned")) decoder.Fail("tcgen05.ld and st are .sync.aligned.");
+  if (!parts.Take("sync") || !parts.Take("aligned"))
+    decoder.Fail("tcgen05.ld and st are .sync.aligned.");
   struct Name {
     std::string_view name;
     uint32_t shape, registers;  // of .x1
   };
-  static constexpr Name kShapes[] = {
-      {"32x32b", k32x32, 1}, {"16x64b", k16x64, 1}, {"16x128b", k16x128, 2}, {"16x256b", k16x256, 4},
-      {"16x32bx2", k16x32x2, 1}};
+  static constexpr Name kShapes[] = {{"32x32b", k32x32, 1},
+                                     {"16x64b", k16x64, 1},
+                                     {"16x128b", k16x128, 2},
+                                     {"16x256b", k16x256, 4},
+                                     {"16x32bx2", k16x32x2, 1}};
   uint32_t registers = 0;
   for (const Name& one : kShapes) {
     if (registers != 0 || !parts.Take(one.name)) continue;
@@ -549,7 +633,8 @@ void DecodeLoadStore(Decoder& decoder, Parts& parts, bool is_load) {
   if (repeats == 0) decoder.Fail("of this shape there is no ." + std::string(count) + ".");
   registers *= repeats;
   inst.mode[1] = parts.Take(is_load ? "pack::16b" : "unpack::16b");
-  if (inst.mode[1] && inst.mode[0] == k16x32x2) decoder.Fail("packing is not supported with this shape.");
+  if (inst.mode[1] && inst.mode[0] == k16x32x2)
+    decoder.Fail("packing is not supported with this shape.");
   if (!parts.Take("b32")) decoder.Fail("tcgen05.ld and st move .b32.");
   // The offset of the second half stands behind the address.
   const bool split = inst.mode[0] == k16x32x2;
@@ -562,7 +647,8 @@ void DecodeLoadStore(Decoder& decoder, Parts& parts, bool is_load) {
     decoder.SourceList(decoder.Operand(1 + split), 32);
   }
   if (split) inst.immediate[1] = decoder.Constant(decoder.Operand(is_load ? 2 : 1));
-  if (inst.immediate[1] < 0 || inst.immediate[1] >= kTensorColumns) decoder.Fail("its offset is not a column.");
+  if (inst.immediate[1] < 0 || inst.immediate[1] >= kTensorColumns)
+    decoder.Fail("its offset is not a column.");
   if ((is_load ? inst.destination_count : inst.source_count) != registers) {
     decoder.Fail("the number of registers is not that of the opcode.");
   }
@@ -581,7 +667,8 @@ bool DecodeTensor(Decoder& decoder, Parts parts) {
   } else if (what == "ld" || what == "st") {
     DecodeLoadStore(decoder, parts, what == "ld");
   } else if (what == "wait::ld" || what == "wait::st") {
-    if (!parts.Take("sync") || !parts.Take("aligned")) decoder.Fail("tcgen05.wait is .sync.aligned.");
+    if (!parts.Take("sync") || !parts.Take("aligned"))
+      decoder.Fail("tcgen05.wait is .sync.aligned.");
     inst.mode[0] = what == "wait::ld" ? kTensorLoadSlot : kTensorStoreSlot;
     inst.execute = WaitTensor;
     inst.describe_wait = WaitsForWarp;
@@ -590,7 +677,8 @@ bool DecodeTensor(Decoder& decoder, Parts parts) {
     inst.execute = FenceTensor;
   } else if (what == "commit") {
     inst.mode[0] = static_cast<uint32_t>(TakeCtaGroup(decoder, parts));
-    if (!parts.Take("mbarrier::arrive::one")) decoder.Fail("tcgen05.commit arrives by .mbarrier::arrive::one.");
+    if (!parts.Take("mbarrier::arrive::one"))
+      decoder.Fail("tcgen05.commit arrives by .mbarrier::arrive::one.");
     parts.Take("shared::cluster");
     inst.mode[1] = parts.Take("multicast::cluster");
     if (!parts.Take("b64")) decoder.Fail("tcgen05.commit ends in .b64.");
@@ -600,7 +688,8 @@ bool DecodeTensor(Decoder& decoder, Parts parts) {
     inst.execute = Commit;
   } else if (what == "alloc") {
     TakeCtaGroup(decoder, parts);
-    if (!parts.Take("sync") || !parts.Take("aligned")) decoder.Fail("tcgen05.alloc is .sync.aligned.");
+    if (!parts.Take("sync") || !parts.Take("aligned"))
+      decoder.Fail("tcgen05.alloc is .sync.aligned.");
     parts.Take("shared::cta");
     parts.Take("b32");
     decoder.ExpectOperands(2, 2);
@@ -610,7 +699,8 @@ bool DecodeTensor(Decoder& decoder, Parts parts) {
     inst.describe_wait = WaitsForColumns;
   } else if (what == "dealloc") {
     TakeCtaGroup(decoder, parts);
-    if (!parts.Take("sync") || !parts.Take("aligned")) decoder.Fail("tcgen05.dealloc is .sync.aligned.");
+    if (!parts.Take("sync") || !parts.Take("aligned"))
+      decoder.Fail("tcgen05.dealloc is .sync.aligned.");
     parts.Take("b32");
     decoder.ExpectOperands(2, 2);
     inst.source[0] = decoder.Source(decoder.Operand(0), 32);
@@ -619,13 +709,15 @@ bool DecodeTensor(Decoder& decoder, Parts parts) {
     inst.describe_wait = WaitsForWarp;
   } else if (what == "relinquish_alloc_permit") {
     TakeCtaGroup(decoder, parts);
-    if (!parts.Take("sync") || !parts.Take("aligned")) decoder.Fail("this instruction is .sync.aligned.");
+    if (!parts.Take("sync") || !parts.Take("aligned"))
+      decoder.Fail("this instruction is .sync.aligned.");
     inst.execute = Relinquish;
     inst.describe_wait = WaitsForWarp;
   } else {
     decoder.Fail("tcgen05." + std::string(what) + " is not supported.");
   }
-  if (!parts.done()) decoder.Fail("modifier \"." + std::string(parts.Peek()) + "\" is not supported here.");
+  if (!parts.done())
+    decoder.Fail("modifier \"." + std::string(parts.Peek()) + "\" is not supported here.");
   return true;
 }
 

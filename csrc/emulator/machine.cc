@@ -14,41 +14,47 @@ namespace {
 
 constexpr uint32_t kWarpsOfCta(uint32_t threads) { return (threads + kLanes - 1) / kLanes; }
 
-// How often all waiters may time out in a row, nothing else having happened, before that is a deadlock.
+// How often all waiters may time out in a row, nothing else having happened, before that is a
+// deadlock.
 constexpr int kTimeoutRounds = 4;
 
 constexpr uint64_t kInstructionsBetweenPolls = 200000;
 
-// What the clusters that are resident at once may take, and one alone. More of them are resident only if they are
-// small, which differs from a GPU only for kernels that need all their CTAs to be.
+// What the clusters that are resident at once may take, and one alone. More of them are resident
+// only if they are small, which differs from a GPU only for kernels that need all their CTAs to be.
 constexpr uint64_t kResidentBytes = UINT64_C(1) << 30;
 
-constexpr uint64_t kMaxSharedBytes = 232448;        // 227 KB, of sm_90 and sm_100
+constexpr uint64_t kMaxSharedBytes = 232448;       // 227 KB, of sm_90 and sm_100
 constexpr uint64_t kMaxVariableBytes = 256 << 20;  // of a module, in global or constant memory
 constexpr uint64_t kGlobalEnd = Machine::kSharedWindow;
 
 std::string Sizes(const std::array<uint32_t, 3>& sizes) {
-  return "(" + std::to_string(sizes[0]) + ", " + std::to_string(sizes[1]) + ", " + std::to_string(sizes[2]) + ")";
+  return "(" + std::to_string(sizes[0]) + ", " + std::to_string(sizes[1]) + ", " +
+         std::to_string(sizes[2]) + ")";
 }
 
-uint64_t Product(const std::array<uint32_t, 3>& sizes) { return uint64_t{sizes[0]} * sizes[1] * sizes[2]; }
+uint64_t Product(const std::array<uint32_t, 3>& sizes) {
+  return uint64_t{sizes[0]} * sizes[1] * sizes[2];
+}
 
 uint64_t DynamicStart(const Program& program) {
   const uint64_t alignment = program.dynamic_shared_alignment;
   return (program.static_shared_bytes + alignment - 1) / alignment * alignment;
 }
 
-void CheckSizes(const char* field, const std::array<uint32_t, 3>& sizes, const std::array<uint32_t, 3>& most,
+void CheckSizes(const char* field,
+                const std::array<uint32_t, 3>& sizes,
+                const std::array<uint32_t, 3>& most,
                 uint64_t product) {
   for (int axis = 0; axis < 3; ++axis) {
     if (sizes[axis] >= 1 && sizes[axis] <= most[axis]) continue;
-    throw std::invalid_argument(std::string(field) + " is " + Sizes(sizes) + ", but its sizes may be from 1 to " +
-                                Sizes(most) + ".");
+    throw std::invalid_argument(std::string(field) + " is " + Sizes(sizes) +
+                                ", but its sizes may be from 1 to " + Sizes(most) + ".");
   }
   if (Product(sizes) <= product) return;
   throw std::invalid_argument(std::string(field) + " is " + Sizes(sizes) + ", that is " +
-                              std::to_string(Product(sizes)) + " in all, but at most " + std::to_string(product) +
-                              " are allowed.");
+                              std::to_string(Product(sizes)) + " in all, but at most " +
+                              std::to_string(product) + " are allowed.");
 }
 
 // What the driver would refuse, and what the machine has no memory for.
@@ -61,53 +67,64 @@ void CheckLaunch(const Launch& launch, const Options& options) {
   CheckSizes("cluster", launch.cluster, {16, 16, 16}, 16);
   for (int axis = 0; axis < 3; ++axis) {
     if (launch.grid[axis] % launch.cluster[axis] == 0) continue;
-    throw std::invalid_argument("grid is " + Sizes(launch.grid) + ", which is not a multiple of cluster " +
-                                Sizes(launch.cluster) + ".");
+    throw std::invalid_argument("grid is " + Sizes(launch.grid) +
+                                ", which is not a multiple of cluster " + Sizes(launch.cluster) +
+                                ".");
   }
   if (kernel.required_block[0] != 0 && launch.block != kernel.required_block) {
-    throw std::invalid_argument("block is " + Sizes(launch.block) + ", but the kernel has .reqntid " +
-                                Sizes(kernel.required_block) + ".");
+    throw std::invalid_argument("block is " + Sizes(launch.block) +
+                                ", but the kernel has .reqntid " + Sizes(kernel.required_block) +
+                                ".");
   }
   if (kernel.maximal_block[0] != 0 && Product(launch.block) > Product(kernel.maximal_block)) {
-    throw std::invalid_argument("block is " + Sizes(launch.block) + ", but the kernel has .maxntid " +
-                                Sizes(kernel.maximal_block) + ".");
+    throw std::invalid_argument("block is " + Sizes(launch.block) +
+                                ", but the kernel has .maxntid " + Sizes(kernel.maximal_block) +
+                                ".");
   }
   if (kernel.required_cluster[0] != 0 && launch.cluster != kernel.required_cluster) {
-    throw std::invalid_argument("cluster is " + Sizes(launch.cluster) + ", but the kernel has .reqnctapercluster " +
+    throw std::invalid_argument("cluster is " + Sizes(launch.cluster) +
+                                ", but the kernel has .reqnctapercluster " +
                                 Sizes(kernel.required_cluster) + ".");
   }
   if (DynamicStart(program) + launch.dynamic_shared_bytes > kMaxSharedBytes) {
-    throw std::invalid_argument("dynamic_shared_bytes is " + std::to_string(launch.dynamic_shared_bytes) + ", with " +
+    throw std::invalid_argument("dynamic_shared_bytes is " +
+                                std::to_string(launch.dynamic_shared_bytes) + ", with " +
                                 std::to_string(DynamicStart(program)) +
                                 " bytes before it for static variables, but a CTA has " +
                                 std::to_string(kMaxSharedBytes) + " bytes of shared memory.");
   }
   if (launch.parameters.size() != kernel.parameter_bytes) {
     throw std::invalid_argument("parameters has " + std::to_string(launch.parameters.size()) +
-                                " bytes, but the kernel takes " + std::to_string(kernel.parameter_bytes) + ".");
+                                " bytes, but the kernel takes " +
+                                std::to_string(kernel.parameter_bytes) + ".");
   }
   if (options.sm_count < 1 || options.sm_count > 65536) {
-    throw std::invalid_argument("sm_count is " + std::to_string(options.sm_count) + ", but may be from 1 to 65536.");
+    throw std::invalid_argument("sm_count is " + std::to_string(options.sm_count) +
+                                ", but may be from 1 to 65536.");
   }
   std::vector<const Buffer*> buffers;
   for (const Buffer& buffer : launch.buffers) {
     if (buffer.size == 0) continue;
     if (buffer.data == nullptr) {
-      throw std::invalid_argument("buffer \"" + buffer.name + "\" of " + std::to_string(buffer.size) +
-                                  " bytes has no data.");
+      throw std::invalid_argument("buffer \"" + buffer.name + "\" of " +
+                                  std::to_string(buffer.size) + " bytes has no data.");
     }
-    if (buffer.address == 0 || buffer.address >= kGlobalEnd || buffer.size > kGlobalEnd - buffer.address) {
-      throw std::invalid_argument("buffer \"" + buffer.name + "\" of " + std::to_string(buffer.size) +
-                                  " bytes is at address " + std::to_string(buffer.address) +
+    if (buffer.address == 0 || buffer.address >= kGlobalEnd ||
+        buffer.size > kGlobalEnd - buffer.address) {
+      throw std::invalid_argument("buffer \"" + buffer.name + "\" of " +
+                                  std::to_string(buffer.size) + " bytes is at address " +
+                                  std::to_string(buffer.address) +
                                   ", but must lie between 1 and 2^56.");
     }
     buffers.push_back(&buffer);
   }
-  std::sort(buffers.begin(), buffers.end(), [](const Buffer* a, const Buffer* b) { return a->address < b->address; });
+  std::sort(buffers.begin(), buffers.end(), [](const Buffer* a, const Buffer* b) {
+    return a->address < b->address;
+  });
   for (size_t i = 1; i < buffers.size(); ++i) {
     if (buffers[i]->address - buffers[i - 1]->address >= buffers[i - 1]->size) continue;
-    throw std::invalid_argument("buffers \"" + buffers[i - 1]->name + "\" and \"" + buffers[i]->name +
-                                "\" overlap in the kernel's address space.");
+    throw std::invalid_argument("buffers \"" + buffers[i - 1]->name + "\" and \"" +
+                                buffers[i]->name + "\" overlap in the kernel's address space.");
   }
 }
 
@@ -119,10 +136,11 @@ Machine::Machine(Launch launch, Options options)
   PlaceVariables();
   const uint64_t bytes = BytesOfCluster();
   if (bytes > kResidentBytes) {
-    throw std::invalid_argument("block " + Sizes(launch_.block) + " and cluster " + Sizes(launch_.cluster) +
-                                " need " + std::to_string(bytes >> 20) + " MiB for registers, local and shared "
-                                "memory, more than the " + std::to_string(kResidentBytes >> 20) +
-                                " that the emulator takes.");
+    throw std::invalid_argument("block " + Sizes(launch_.block) + " and cluster " +
+                                Sizes(launch_.cluster) + " need " + std::to_string(bytes >> 20) +
+                                " MiB for registers, local and shared "
+                                "memory, more than the " +
+                                std::to_string(kResidentBytes >> 20) + " that the emulator takes.");
   }
   capacity_ = std::max<uint64_t>(
       1, std::min<uint64_t>(options_.sm_count / Product(launch_.cluster), kResidentBytes / bytes));
@@ -136,11 +154,15 @@ Machine::~Machine() = default;
 
 // Gives the module's variables memory, with the values that they have when the module is loaded.
 void Machine::PlaceVariables() {
-  const auto place = [&](ptx::Space space, const char* name, bool writable, uint64_t address,
+  const auto place = [&](ptx::Space space,
+                         const char* name,
+                         bool writable,
+                         uint64_t address,
                          std::vector<uint8_t>& bytes) {
     uint64_t size = 0;
     for (const ptx::Variable& one : launch_.program->module->variables) {
-      if (one.space == space && !one.is_extern) size = std::max(size, uint64_t{one.offset} + one.size);
+      if (one.space == space && !one.is_extern)
+        size = std::max(size, uint64_t{one.offset} + one.size);
     }
     if (size == 0) return;
     if (size > kMaxVariableBytes) {
@@ -154,7 +176,11 @@ void Machine::PlaceVariables() {
     }
     launch_.buffers.push_back({name, bytes.data(), size, writable, address});
   };
-  place(ptx::Space::kGlobal, "module's global variables", true, kGlobalVariableBase, global_variables_);
+  place(ptx::Space::kGlobal,
+        "module's global variables",
+        true,
+        kGlobalVariableBase,
+        global_variables_);
   place(ptx::Space::kConst, "module's constants", false, kConstWindow, const_variables_);
 }
 
@@ -167,7 +193,8 @@ uint64_t Machine::BytesOfCluster() const {
   const uint64_t shared = DynamicStart(program) + launch_.dynamic_shared_bytes + 16;
   const uint64_t shadow = options_.check_races ? shared / 4 * sizeof(Cell) : 0;
   const uint64_t groups = kLanes * (sizeof(BulkGroup) + 96);
-  const uint64_t registers = uint64_t{program.register_rows} * kRowWords * 4 + program.predicates * 4;
+  const uint64_t registers =
+      uint64_t{program.register_rows} * kRowWords * 4 + program.predicates * 4;
   const uint64_t local = uint64_t{program.local_bytes} * kLanes;
   const uint64_t warp = sizeof(Warp) + groups + registers + local + 4 * slots * sizeof(uint32_t);
   return ranks * (sizeof(Cta) + shared + shadow + warps * warp);
@@ -204,10 +231,12 @@ std::unique_ptr<Cluster> Machine::NewCluster(uint64_t number) {
     cta->shared_shadow = Shadow(options_.check_races ? bytes / 4 : 0);
     cta->first_slot = static_cast<Slot>(rank * slots_of_cta);
     for (int i = 0; i < kCopySlots; ++i) {
-      cta->free_copy_slots.push_back(static_cast<Slot>(cta->first_slot + warps * kWarpSlots + 1 + i));
+      cta->free_copy_slots.push_back(
+          static_cast<Slot>(cta->first_slot + warps * kWarpSlots + 1 + i));
     }
     // 64 K registers of an SM, in units of 8 a thread and 256 a warp.
-    const uint32_t limit = program.kernel->maximal_registers != 0 ? program.kernel->maximal_registers : 255;
+    const uint32_t limit =
+        program.kernel->maximal_registers != 0 ? program.kernel->maximal_registers : 255;
     const uint32_t share = 65536 / (warps * kLanes) / 8 * 8;
     const uint32_t at_launch = std::min(limit, share);
     cta->free_registers = 65536 - at_launch * warps * kLanes;
@@ -247,9 +276,11 @@ void Machine::FillSpecial(Warp& warp) {
   const auto value = [&](std::string_view name, uint32_t lane) -> uint64_t {
     const uint32_t thread = warp.index * kLanes + lane;
     const int axis = name.ends_with(".y") ? 1 : name.ends_with(".z") ? 2 : 0;
-    const std::string_view base = name.size() > 2 && name[name.size() - 2] == '.' ? name.substr(0, name.size() - 2) : name;
+    const std::string_view base =
+        name.size() > 2 && name[name.size() - 2] == '.' ? name.substr(0, name.size() - 2) : name;
     if (base == "%tid") {
-      const uint32_t all[3] = {thread % launch_.block[0], thread / launch_.block[0] % launch_.block[1],
+      const uint32_t all[3] = {thread % launch_.block[0],
+                               thread / launch_.block[0] % launch_.block[1],
                                thread / launch_.block[0] / launch_.block[1]};
       return all[axis];
     }
@@ -271,7 +302,8 @@ void Machine::FillSpecial(Warp& warp) {
     if (base == "%cluster_ctaid") return cta.index[axis] % launch_.cluster[axis];
     if (base == "%cluster_nctaid") return launch_.cluster[axis];
     if (base == "%cluster_ctarank") return cta.rank;
-    if (base == "%cluster_nctarank") return uint64_t{launch_.cluster[0]} * launch_.cluster[1] * launch_.cluster[2];
+    if (base == "%cluster_nctarank")
+      return uint64_t{launch_.cluster[0]} * launch_.cluster[1] * launch_.cluster[2];
     if (base == "%is_explicit_cluster") return launch_.cluster != std::array<uint32_t, 3>{1, 1, 1};
     if (base == "%dynamic_smem_size") return launch_.dynamic_shared_bytes;
     if (base == "%total_smem_size") return cta.shared.size();
@@ -309,12 +341,13 @@ const std::vector<Report>& Machine::Run() {
       timeouts = 0;
       continue;
     }
-    // Nobody can go on. Waits with a time limit end without success; whoever then only waits again, waits
-    // for good.
+    // Nobody can go on. Waits with a time limit end without success; whoever then only waits again,
+    // waits for good.
     const uint64_t before = wakes_;
     if (timeouts >= kTimeoutRounds || !TimeOut()) {
-      ReportStanding(Report::Kind::kDeadlock,
-                     "every warp that has not ended waits, and nothing is under way that could end a wait.");
+      ReportStanding(
+          Report::Kind::kDeadlock,
+          "every warp that has not ended waits, and nothing is under way that could end a wait.");
       break;
     }
     ++timeouts;
@@ -328,8 +361,9 @@ const std::vector<Report>& Machine::Run() {
 // Lets one agent go on for a while. False if none can.
 bool Machine::Step() {
   if (executed_ > options_.max_instructions) {
-    ReportStanding(Report::Kind::kLimit,
-                   "the run was ended after " + std::to_string(executed_) + " instructions of warps.");
+    ReportStanding(
+        Report::Kind::kLimit,
+        "the run was ended after " + std::to_string(executed_) + " instructions of warps.");
     return true;
   }
   // Lets a signal end a run whose CTAs do not end.
@@ -415,11 +449,18 @@ bool Machine::RunWarp(Warp& warp, int budget) {
       return ran;
     }
     for (size_t i = 0; i < warp.groups.size(); ++i) {
-      if (i != chosen && warp.groups[i].pc > warp.groups[chosen].pc) limit = std::min(limit, warp.groups[i].pc);
+      if (i != chosen && warp.groups[i].pc > warp.groups[chosen].pc)
+        limit = std::min(limit, warp.groups[i].pc);
     }
     Group* group = &warp.groups[chosen];
-    Context context{*this,          *warp.cta, warp, *group, 0, warp.registers.data(),
-                    program.constants.data(), warp.predicates.data()};
+    Context context{*this,
+                    *warp.cta,
+                    warp,
+                    *group,
+                    0,
+                    warp.registers.data(),
+                    program.constants.data(),
+                    warp.predicates.data()};
     bool regroup = false;
     while (budget-- > 0 && !regroup) {
       const Inst& inst = program.instructions[group->pc];
@@ -564,7 +605,8 @@ void Machine::Split(Warp& warp, uint32_t mask) {
     const uint32_t inside = warp.knowledge[i].mask & mask;
     if (inside == 0 || inside == warp.knowledge[i].mask) continue;
     if (warp.knowledge.size() == kKnowledgeSlots) {
-      // No slot is left: the two smallest know the same from here on, which may hide a race between them.
+      // No slot is left: the two smallest know the same from here on, which may hide a race between
+      // them.
       Knowledge& a = warp.knowledge[0];
       Knowledge& b = warp.knowledge[1];
       a.clock.Merge(b.clock);
@@ -624,12 +666,15 @@ void Machine::Unify(Warp& warp, uint32_t mask) {
 
 // ---- Loads from tensor memory that nobody waited for
 
-// In strict mode a register that a tcgen05.ld writes may be used only behind tcgen05.wait::ld. Compilers
-// move copies of such registers above the wait, so a mov is no use: it hands the state on.
+// In strict mode a register that a tcgen05.ld writes may be used only behind tcgen05.wait::ld.
+// Compilers move copies of such registers above the wait, so a mov is no use: it hands the state
+// on.
 void Machine::CheckPending(Context& context, const Inst& inst) {
   const Program& program = *launch_.program;
   std::vector<uint64_t>& pending = context.warp.pending_rows;
-  const auto rows = [](const Ref& ref) { return std::pair(ref.index / kRowWords, ref.bits > 64 ? 4 : ref.bits > 32 ? 2 : 1); };
+  const auto rows = [](const Ref& ref) {
+    return std::pair(ref.index / kRowWords, ref.bits > 64 ? 4 : ref.bits > 32 ? 2 : 1);
+  };
   const auto test = [&](const Ref& ref) {
     if (ref.kind != Ref::Kind::kRegister) return false;
     const auto [first, count] = rows(ref);
@@ -649,17 +694,22 @@ void Machine::CheckPending(Context& context, const Inst& inst) {
   };
   bool used = false;
   for (const Ref& ref : inst.source) used |= test(ref);
-  for (uint32_t i = 0; i < inst.source_count; ++i) used |= test(program.refs[inst.first_source + i]);
+  for (uint32_t i = 0; i < inst.source_count; ++i)
+    used |= test(program.refs[inst.first_source + i]);
   const bool is_move = program.kernel->statements[inst.statement].opcode.starts_with("mov.");
   if (used && !is_move) {
     if (options_.strict) {
-      Misuse(context, std::countr_zero(context.mask),
-             "a register that tcgen05.ld writes is used before tcgen05.wait::ld.", false);
+      Misuse(context,
+             std::countr_zero(context.mask),
+             "a register that tcgen05.ld writes is used before tcgen05.wait::ld.",
+             false);
     }
-    const auto slot = static_cast<Slot>(context.cta.first_slot + context.warp.index * kWarpSlots + kTensorLoadSlot);
+    const auto slot = static_cast<Slot>(context.cta.first_slot + context.warp.index * kWarpSlots +
+                                        kTensorLoadSlot);
     LearnSlot(context.warp, context.mask, slot);
     for (const Ref& ref : inst.source) set(ref, false);
-    for (uint32_t i = 0; i < inst.source_count; ++i) set(program.refs[inst.first_source + i], false);
+    for (uint32_t i = 0; i < inst.source_count; ++i)
+      set(program.refs[inst.first_source + i], false);
   }
   for (const Ref& ref : inst.destination) set(ref, used && is_move);
   for (uint32_t i = 0; i < inst.destination_count; ++i) {
@@ -695,7 +745,8 @@ uint8_t* Machine::FindGlobal(uint64_t address, uint64_t size, bool write, const 
   return nullptr;
 }
 
-void Machine::AccessShared(Context& context, int lane, const SharedPlace& place, uint32_t size, bool write) {
+void Machine::AccessShared(
+    Context& context, int lane, const SharedPlace& place, uint32_t size, bool write) {
   if (!options_.check_races) return;
   const Knowledge& known = KnowledgeOfLane(context.warp, lane);
   const Access access{.time = known.clock.seen(known.slot),
@@ -730,35 +781,57 @@ void Machine::CheckBarriers(Context& context, int lane, const SharedPlace& place
   if (!options_.strict) return;
   const uint32_t* barrier = OverwrittenBarrier(place, size);
   if (barrier == nullptr) return;
-  Misuse(context, lane, "a store overwrites the mbarrier at shared address " + std::to_string(*barrier) +
-                            ", which no mbarrier.inval has ended.", false);
+  Misuse(context,
+         lane,
+         "a store overwrites the mbarrier at shared address " + std::to_string(*barrier) +
+             ", which no mbarrier.inval has ended.",
+         false);
 }
 
-void Machine::AccessShared(const Operation& operation, const SharedPlace& place, uint32_t size, bool write) {
+void Machine::AccessShared(const Operation& operation,
+                           const SharedPlace& place,
+                           uint32_t size,
+                           bool write) {
   if (write && options_.strict) {
     if (const uint32_t* barrier = OverwrittenBarrier(place, size)) {
-      OperationFault(operation, "an asynchronous copy overwrites the mbarrier at shared address " +
-                                    std::to_string(*barrier) + ", which no mbarrier.inval has ended.");
+      OperationFault(operation,
+                     "an asynchronous copy overwrites the mbarrier at shared address " +
+                         std::to_string(*barrier) + ", which no mbarrier.inval has ended.");
     }
   }
   if (!options_.check_races) return;
   CheckShared(operation.access(), operation.clock, place, size, write);
 }
 
-void Machine::CheckShared(const Access& access, const VectorClock& clock, const SharedPlace& place, uint32_t size,
+void Machine::CheckShared(const Access& access,
+                          const VectorClock& clock,
+                          const SharedPlace& place,
+                          uint32_t size,
                           bool write) {
   const size_t first = place.offset / 4;
   const size_t count = (place.offset + size + 3) / 4 - first;
   Shadow::Conflict conflict;
-  const bool found = write ? place.cta->shared_shadow.Write(first, count, access, clock, {}, &conflict)
-                           : place.cta->shared_shadow.Read(first, count, access, clock, {}, &conflict);
+  const bool found =
+      write ? place.cta->shared_shadow.Write(first, count, access, clock, {}, &conflict)
+            : place.cta->shared_shadow.Read(first, count, access, clock, {}, &conflict);
   if (!found || !IsNewRace(access, conflict)) return;
-  ReportRace(*place.cta, access, write, conflict,
-             "shared memory [" + std::to_string(conflict.cell * 4) + ", " + std::to_string(conflict.cell * 4 + 4) + ")");
+  ReportRace(*place.cta,
+             access,
+             write,
+             conflict,
+             "shared memory [" + std::to_string(conflict.cell * 4) + ", " +
+                 std::to_string(conflict.cell * 4 + 4) + ")");
 }
 
-void Machine::AccessTensor(const Access& access, const VectorClock& clock, Cta& issuer, int warp, Cta& cta,
-                           uint32_t lane, uint32_t column, uint32_t columns, bool write) {
+void Machine::AccessTensor(const Access& access,
+                           const VectorClock& clock,
+                           Cta& issuer,
+                           int warp,
+                           Cta& cta,
+                           uint32_t lane,
+                           uint32_t column,
+                           uint32_t columns,
+                           bool write) {
   if (!options_.check_races) return;
   const size_t first = lane * 64 + column / 8;
   const size_t count = (column + columns + 7) / 8 - column / 8;
@@ -772,9 +845,12 @@ void Machine::AccessTensor(const Access& access, const VectorClock& clock, Cta& 
                            : cta.tensor_shadow.Read(first, count, access, clock, own, &conflict);
   if (!found || !IsNewRace(access, conflict)) return;
   const size_t at = conflict.cell % 64 * 8;
-  ReportRace(cta, access, write, conflict,
-             "tensor memory lane " + std::to_string(conflict.cell / 64) + ", columns [" + std::to_string(at) + ", " +
-                 std::to_string(at + 8) + ")");
+  ReportRace(cta,
+             access,
+             write,
+             conflict,
+             "tensor memory lane " + std::to_string(conflict.cell / 64) + ", columns [" +
+                 std::to_string(at) + ", " + std::to_string(at + 8) + ")");
 }
 
 const TensorMap* Machine::DecodeMap(const uint8_t* bytes) {
@@ -825,7 +901,10 @@ Slot Machine::TakeCopySlot(Cta& cta) {
 
 void Machine::ReturnCopySlot(Cta& cta, Slot slot) { cta.free_copy_slots.push_back(slot); }
 
-std::unique_ptr<Operation> Machine::NewOperation(Context& context, int lane, const char* name, Slot slot) {
+std::unique_ptr<Operation> Machine::NewOperation(Context& context,
+                                                 int lane,
+                                                 const char* name,
+                                                 Slot slot) {
   auto operation = std::make_unique<Operation>();
   operation->name = name;
   operation->slot = slot;
@@ -843,7 +922,9 @@ std::unique_ptr<Operation> Machine::NewOperation(Context& context, int lane, con
 
 Report::Place Machine::PlaceOf(int32_t instruction) const {
   Report::Place place;
-  if (instruction < 0 || instruction >= static_cast<int32_t>(launch_.program->kernel->statements.size())) return place;
+  if (instruction < 0 ||
+      instruction >= static_cast<int32_t>(launch_.program->kernel->statements.size()))
+    return place;
   const ptx::Statement& statement = launch_.program->kernel->statements[instruction];
   place.instruction = instruction;
   place.ptx_line = statement.line;
@@ -854,7 +935,8 @@ Report::Place Machine::PlaceOf(int32_t instruction) const {
 
 void Machine::AddReport(Report report) {
   if (report.fatal) stopped_ = true;
-  // One fault in a loop makes the same report over and over. A fatal one is the last and the reason of the end.
+  // One fault in a loop makes the same report over and over. A fatal one is the last and the reason
+  // of the end.
   for (const Report& earlier : reports_) {
     if (report.fatal) break;
     if (earlier.kind != report.kind || earlier.places.size() != report.places.size()) continue;
@@ -867,8 +949,10 @@ void Machine::AddReport(Report report) {
   if (report.fatal || reports_.size() < options_.max_reports) reports_.push_back(std::move(report));
 }
 
-void Machine::Misuse(Context& context, int lane, const std::string& message, bool fatal, Report::Kind kind) {
-  Report report{.kind = kind, .message = message, .places = {PlaceOf(context.group.pc)}, .fatal = fatal};
+void Machine::Misuse(
+    Context& context, int lane, const std::string& message, bool fatal, Report::Kind kind) {
+  Report report{
+      .kind = kind, .message = message, .places = {PlaceOf(context.group.pc)}, .fatal = fatal};
   report.places[0].cta = context.cta.index;
   report.places[0].warp = context.warp.index;
   report.places[0].lane = lane;
@@ -876,7 +960,9 @@ void Machine::Misuse(Context& context, int lane, const std::string& message, boo
 }
 
 void Machine::OperationFault(const Operation& operation, const std::string& message) {
-  Report report{.kind = Report::Kind::kMisuse, .message = message, .places = {PlaceOf(operation.instruction)},
+  Report report{.kind = Report::Kind::kMisuse,
+                .message = message,
+                .places = {PlaceOf(operation.instruction)},
                 .fatal = true};
   report.places[0].cta = operation.cta->index;
   report.places[0].warp = operation.warp;
@@ -893,17 +979,23 @@ bool Machine::IsNewRace(const Access& access, const Shadow::Conflict& conflict) 
   return races_.insert(pair).second;
 }
 
-void Machine::ReportRace(Cta& cta, const Access& access, bool write, const Shadow::Conflict& conflict,
+void Machine::ReportRace(Cta& cta,
+                         const Access& access,
+                         bool write,
+                         const Shadow::Conflict& conflict,
                          const std::string& where) {
   Report report{.kind = Report::Kind::kRace, .message = "", .places = {}, .fatal = false};
   if (conflict.unfenced) {
-    report.message = "what the generic proxy wrote to " + where +
-                     " is read through the asynchronous proxy without a fence.proxy.async by the writer.";
+    report.message =
+        "what the generic proxy wrote to " + where +
+        " is read through the asynchronous proxy without a fence.proxy.async by the writer.";
   } else if (conflict.unpublished) {
-    report.message = "two accesses of " + where + " are ordered, but no tcgen05.fence::before_thread_sync follows "
+    report.message = "two accesses of " + where +
+                     " are ordered, but no tcgen05.fence::before_thread_sync follows "
                      "the earlier one before its thread signals.";
   } else if (conflict.unrelied) {
-    report.message = "two accesses of " + where + " are ordered, but no tcgen05.fence::after_thread_sync stands "
+    report.message = "two accesses of " + where +
+                     " are ordered, but no tcgen05.fence::after_thread_sync stands "
                      "between the wait of the later one's thread and the access.";
   } else {
     report.message = "nothing orders two accesses of " + where + ".";
@@ -925,11 +1017,15 @@ void Machine::ReportRace(Cta& cta, const Access& access, bool write, const Shado
 void Machine::CheckFinished(Warp& warp) {
   Cta& cta = *warp.cta;
   const auto report = [&](const std::string& message, const Operation* operation) {
-    Report one{.kind = Report::Kind::kMisuse, .message = message, .places = {Report::Place()}, .fatal = false};
+    Report one{.kind = Report::Kind::kMisuse,
+               .message = message,
+               .places = {Report::Place()},
+               .fatal = false};
     if (operation != nullptr) one.places[0] = PlaceOf(operation->instruction);
     one.places[0].cta = cta.index;
     one.places[0].warp = operation != nullptr ? operation->warp : warp.index;
-    if (operation != nullptr) one.places[0].role = std::string(operation->name) + " was issued here";
+    if (operation != nullptr)
+      one.places[0].role = std::string(operation->name) + " was issued here";
     AddReport(std::move(one));
   };
   for (const auto& operation : cta.copies) {
@@ -973,8 +1069,14 @@ std::string Machine::DescribeWait(Warp& warp, const Group& group) {
   if (!group.blocked) return text + " are here";
   if (inst.describe_wait == nullptr) return text + " wait";
   Group copy = group;
-  Context context{*this, *warp.cta, warp, copy, group.mask, warp.registers.data(),
-                  launch_.program->constants.data(), warp.predicates.data()};
+  Context context{*this,
+                  *warp.cta,
+                  warp,
+                  copy,
+                  group.mask,
+                  warp.registers.data(),
+                  launch_.program->constants.data(),
+                  warp.predicates.data()};
   return text + " " + inst.describe_wait(context, inst);
 }
 

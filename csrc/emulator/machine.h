@@ -1,5 +1,5 @@
-// The machine that executes programs: CTAs with their shared and tensor memory, warps whose lanes may
-// diverge, barriers, and the asynchronous units. One seeded scheduler interleaves them all.
+// The machine that executes programs: CTAs with their shared and tensor memory, warps whose lanes
+// may diverge, barriers, and the asynchronous units. One seeded scheduler interleaves them all.
 
 #ifndef JAX_FA4_CSRC_EMULATOR_MACHINE_H_
 #define JAX_FA4_CSRC_EMULATOR_MACHINE_H_
@@ -75,22 +75,24 @@ class Queue {
   size_t first_ = 0;
 };
 
-// How many groups of asynchronous operations a thread may have committed and not waited for, before the oldest
-// are counted as one.
+// How many groups of asynchronous operations a thread may have committed and not waited for, before
+// the oldest are counted as one.
 inline constexpr size_t kMaxGroups = 1024;
 
 // Lanes of a warp that are at the same instruction.
 struct Group {
   uint32_t mask = 0;
   int32_t pc = 0;
-  bool blocked = false;  // its instruction returned kBlocked, and nothing has happened since
+  bool blocked = false;    // its instruction returned kBlocked, and nothing has happened since
   bool timed_out = false;  // its wait shall end without success
-  // Where an instruction has to remember that it began (a barrier at which the group has arrived already).
+  // Where an instruction has to remember that it began (a barrier at which the group has arrived
+  // already).
   bool arrived = false;
   uint64_t ticket = 0;
 };
 
-// Lanes whose knowledge of others is the same. Lanes that acquire something apart from the rest know more.
+// Lanes whose knowledge of others is the same. Lanes that acquire something apart from the rest
+// know more.
 struct Knowledge {
   uint32_t mask = 0;
   Slot slot = 0;
@@ -99,9 +101,9 @@ struct Knowledge {
 
 // Asynchronous copies that a lane has issued and committed (cp.async.bulk.commit_group).
 struct BulkGroup {
-  uint32_t pending_reads = 0;   // copies whose source was not read yet
-  uint32_t pending = 0;         // copies not complete
-  VectorClock read_clock;       // what a waiter for the reads learns
+  uint32_t pending_reads = 0;  // copies whose source was not read yet
+  uint32_t pending = 0;        // copies not complete
+  VectorClock read_clock;      // what a waiter for the reads learns
   VectorClock clock;
 };
 
@@ -115,23 +117,27 @@ struct Warp {
   Zeros<uint8_t> local;  // Program::local_bytes of each lane, lane by lane
   std::vector<Knowledge> knowledge;
   uint32_t register_count = 0;  // per thread, as setmaxnreg counts
-  std::array<uint64_t, kLanes> cluster_ticket = {};  // generation of barrier.cluster at which a lane arrived
+  std::array<uint64_t, kLanes> cluster_ticket =
+      {};  // generation of barrier.cluster at which a lane arrived
   // Tensor-memory loads not waited for: rows of the register file that they wrote.
   std::vector<uint64_t> pending_rows;  // a bit a row; empty when nothing is pending
   std::array<Queue<std::shared_ptr<BulkGroup>>, kLanes> bulk_groups;  // the last one is open
   Queue<uint32_t> warpgroup_groups;  // of wgmma: times of the unit when they were committed
-  std::array<Queue<uint32_t>, kLanes> copy_groups;  // of cp.async: times of the unit when they were committed
+  std::array<Queue<uint32_t>, kLanes>
+      copy_groups;  // of cp.async: times of the unit when they were committed
   std::vector<uint32_t> unfenced_barriers;  // that this warp has initialised, and not fenced
   bool ready = true;
 };
 
-// An mbarrier object. Its eight bytes in shared memory are opaque to kernels, so the state lives here.
+// An mbarrier object. Its eight bytes in shared memory are opaque to kernels, so the state lives
+// here.
 struct MBarrier {
-  uint32_t expected = 0;  // arrivals a phase needs
-  int64_t pending = 0;    // arrivals this phase still needs
+  uint32_t expected = 0;     // arrivals a phase needs
+  int64_t pending = 0;       // arrivals this phase still needs
   int64_t transactions = 0;  // bytes that this phase still expects
-  uint64_t phase = 0;     // phases completed
-  bool fenced = false;    // by fence.mbarrier_init, so that the asynchronous proxy and the cluster see it
+  uint64_t phase = 0;        // phases completed
+  bool fenced =
+      false;  // by fence.mbarrier_init, so that the asynchronous proxy and the cluster see it
   VectorClock arriving;   // of the current phase
   VectorClock completed;  // of the last phase completed
 };
@@ -168,19 +174,20 @@ struct Cta {
   uint32_t rank = 0;  // in its cluster
   std::array<uint32_t, 3> index = {0, 0, 0};
   std::vector<uint8_t> shared;
-  Shadow shared_shadow;  // a cell is 4 bytes
-  std::vector<uint32_t> tensor;  // 128 lanes x 512 columns; empty until allocated
-  Shadow tensor_shadow;          // a cell is 8 columns of a lane
+  Shadow shared_shadow;                      // a cell is 4 bytes
+  std::vector<uint32_t> tensor;              // 128 lanes x 512 columns; empty until allocated
+  Shadow tensor_shadow;                      // a cell is 8 columns of a lane
   std::array<bool, 16> tensor_columns = {};  // which groups of 32 columns are allocated
   bool may_allocate = true;                  // until relinquish_alloc_permit
   std::vector<std::unique_ptr<Warp>> warps;
   std::unordered_map<uint32_t, MBarrier> mbarriers;  // by shared address
-  uint32_t first_barrier = UINT32_MAX, last_barrier = 0;  // between these addresses all of them have been
+  uint32_t first_barrier = UINT32_MAX,
+           last_barrier = 0;  // between these addresses all of them have been
   std::array<NamedBarrier, 16> barriers;
   std::deque<std::unique_ptr<Operation>> tensor_pipe;  // executes in order
   std::vector<std::unique_ptr<Operation>> copies;      // execute in any order
   Slot first_slot = 0;
-  std::vector<Slot> free_copy_slots;    // oldest first
+  std::vector<Slot> free_copy_slots;  // oldest first
   uint32_t free_registers = 0;
   uint32_t live_warps = 0;
   uint32_t smid = 0;
@@ -195,9 +202,11 @@ struct Cluster {
 
 // Slots of a CTA, per warp and then for its asynchronous units.
 inline constexpr int kKnowledgeSlots = 4;  // groups of lanes that know different things
-inline constexpr int kTensorLoadSlot = 4, kTensorStoreSlot = 5, kAsyncCopySlot = 6, kWarpgroupSlot = 7;
+inline constexpr int kTensorLoadSlot = 4, kTensorStoreSlot = 5, kAsyncCopySlot = 6,
+                     kWarpgroupSlot = 7;
 inline constexpr int kWarpSlots = 8;
-inline constexpr int kCopySlots = 96;  // bulk copies in flight, and as many as possible that have completed
+inline constexpr int kCopySlots =
+    96;  // bulk copies in flight, and as many as possible that have completed
 
 // Global memory that a launch may touch.
 struct Buffer {
@@ -224,9 +233,9 @@ struct Options {
   bool check_races = true;
   uint32_t sm_count = 148;
   uint64_t max_instructions = UINT64_C(1) << 40;  // of warps
-  size_t max_reports = 20;  // a fatal one comes on top
-  // Called with the CTAs that have ended and all CTAs, and from time to time with UINT64_MAX and 0; returns
-  // false to stop.
+  size_t max_reports = 20;                        // a fatal one comes on top
+  // Called with the CTAs that have ended and all CTAs, and from time to time with UINT64_MAX and 0;
+  // returns false to stop.
   std::function<bool(uint64_t done, uint64_t total)> progress;
 };
 
@@ -261,7 +270,8 @@ enum class Proxy : uint8_t { kGeneric, kAsync };
 
 class Machine {
  public:
-  // Throws std::invalid_argument for a launch that a GPU would refuse, with a sentence that says why.
+  // Throws std::invalid_argument for a launch that a GPU would refuse, with a sentence that says
+  // why.
   Machine(Launch launch, Options options);
   ~Machine();
   // Runs to the end, or to the first fatal report. Returns all reports.
@@ -281,8 +291,8 @@ class Machine {
   static constexpr uint64_t kParameterWindow = UINT64_C(3) << 56;
   static constexpr uint64_t kConstWindow = UINT64_C(4) << 56;
 
-  // The CTA and offset of an address in shared::cluster (its upper byte is the rank plus one, or 0 for the
-  // own CTA).
+  // The CTA and offset of an address in shared::cluster (its upper byte is the rank plus one, or 0
+  // for the own CTA).
   struct SharedPlace {
     Cta* cta;
     uint32_t offset;
@@ -291,16 +301,30 @@ class Machine {
   uint8_t* FindGlobal(uint64_t address, uint64_t size, bool write, const Buffer** buffer = nullptr);
 
   // Checks and notes an access by lane `lane` of a warp. Sizes in bytes.
-  void AccessShared(Context& context, int lane, const SharedPlace& place, uint32_t size, bool write);
+  void AccessShared(
+      Context& context, int lane, const SharedPlace& place, uint32_t size, bool write);
   // In strict mode, a store to an mbarrier that was not invalidated is misuse.
   void CheckBarriers(Context& context, int lane, const SharedPlace& place, uint32_t size);
   // By an asynchronous operation.
-  void AccessShared(const Operation& operation, const SharedPlace& place, uint32_t size, bool write);
-  void CheckShared(const Access& access, const VectorClock& clock, const SharedPlace& place, uint32_t size,
+  void AccessShared(const Operation& operation,
+                    const SharedPlace& place,
+                    uint32_t size,
+                    bool write);
+  void CheckShared(const Access& access,
+                   const VectorClock& clock,
+                   const SharedPlace& place,
+                   uint32_t size,
                    bool write);
   // `warp` is the one whose instruction it is, or that issued the operation.
-  void AccessTensor(const Access& access, const VectorClock& clock, Cta& issuer, int warp, Cta& cta, uint32_t lane,
-                    uint32_t column, uint32_t columns, bool write);
+  void AccessTensor(const Access& access,
+                    const VectorClock& clock,
+                    Cta& issuer,
+                    int warp,
+                    Cta& cta,
+                    uint32_t lane,
+                    uint32_t column,
+                    uint32_t columns,
+                    bool write);
 
   // What the lanes of `mask` know, joined; and teaching them more.
   VectorClock KnowledgeOf(Warp& warp, uint32_t mask);
@@ -329,13 +353,16 @@ class Machine {
 
   // Reports. A fatal one ends the run.
   void AddReport(Report report);
-  void Misuse(Context& context, int lane, const std::string& message, bool fatal = true,
+  void Misuse(Context& context,
+              int lane,
+              const std::string& message,
+              bool fatal = true,
               Report::Kind kind = Report::Kind::kMisuse);
   // A fatal fault that shows while an asynchronous operation runs.
   void OperationFault(const Operation& operation, const std::string& message);
   bool stopped() const { return stopped_; }
-  // The tensor map in 128 bytes of a parameter or of global memory, or null where they hold none. Valid as
-  // long as the machine.
+  // The tensor map in 128 bytes of a parameter or of global memory, or null where they hold none.
+  // Valid as long as the machine.
   const TensorMap* DecodeMap(const uint8_t* bytes);
 
  private:
@@ -350,7 +377,8 @@ class Machine {
   bool stopped_ = false;
 
   std::map<const uint8_t*, std::shared_ptr<const TensorMap>> maps_;
-  std::vector<uint8_t> global_variables_, const_variables_;  // of the module, as they begin a launch
+  std::vector<uint8_t> global_variables_,
+      const_variables_;                 // of the module, as they begin a launch
   std::unordered_set<uint64_t> races_;  // pairs of instructions reported already
   size_t capacity_ = 1;                 // clusters that are resident at once
   uint64_t next_poll_ = 0;
@@ -380,7 +408,10 @@ class Machine {
   int WarpOfSlot(const Cta& cta, Slot slot) const;
   std::string DescribeWait(Warp& warp, const Group& group);
   bool IsNewRace(const Access& access, const Shadow::Conflict& conflict);
-  void ReportRace(Cta& cta, const Access& access, bool write, const Shadow::Conflict& conflict,
+  void ReportRace(Cta& cta,
+                  const Access& access,
+                  bool write,
+                  const Shadow::Conflict& conflict,
                   const std::string& where);
   void ReportStanding(Report::Kind kind, const std::string& message);
 };

@@ -375,8 +375,7 @@ class ProgramBuilder final : public Decoder {
     for (const ptx::Variable& variable : kernel_->parameters) place(variable, false);
     for (const ptx::Variable& variable : kernel_->variables) place(variable, false);
     for (ptx::Variable* variable : dynamic) {
-      variable->offset =
-          static_cast<uint32_t>(AlignUp(shared, program_->dynamic_shared_alignment));
+      variable->offset = static_cast<uint32_t>(AlignUp(shared, program_->dynamic_shared_alignment));
     }
     if (local > kMaxLocal) {
       throw ptx::Error(kernel_->line,
@@ -507,9 +506,9 @@ class ProgramBuilder final : public Decoder {
     const size_t words = (names.size() + 63) / 64;
     const size_t count = blocks_.size();
     if (count * words > kMaxLivenessWords) {
-      throw ptx::Error(kernel_->line, "the kernel is too large: " + std::to_string(count) +
-                                          " blocks, and " + std::to_string(names.size()) +
-                                          " registers that live across them.");
+      throw ptx::Error(kernel_->line,
+                       "the kernel is too large: " + std::to_string(count) + " blocks, and " +
+                           std::to_string(names.size()) + " registers that live across them.");
     }
     std::vector<uint64_t> use(count * words, 0), kill(count * words, 0);
     for (size_t b = 0; b < count; ++b) {

@@ -1,6 +1,6 @@
-// A kernel decoded for execution: every statement becomes an Inst, whose operands are places in a warp's
-// register file. Virtual registers are mapped to few physical rows by liveness, because a kernel of ten
-// thousand virtual registers would otherwise not fit in any cache.
+// A kernel decoded for execution: every statement becomes an Inst, whose operands are places in a
+// warp's register file. Virtual registers are mapped to few physical rows by liveness, because a
+// kernel of ten thousand virtual registers would otherwise not fit in any cache.
 
 #ifndef JAX_FA4_CSRC_EMULATOR_PROGRAM_H_
 #define JAX_FA4_CSRC_EMULATOR_PROGRAM_H_
@@ -20,7 +20,8 @@ namespace jax_fa4::emulator {
 // One row holds 32 bits of each lane.
 inline constexpr int kRowWords = kLanes;
 
-// Where the machine places the module's .global variables: a variable's address is this plus its offset.
+// Where the machine places the module's .global variables: a variable's address is this plus its
+// offset.
 inline constexpr uint64_t kGlobalVariableBase = UINT64_C(1) << 40;
 
 struct Context;  // machine.h
@@ -34,9 +35,10 @@ enum class Outcome : uint8_t {
 };
 using Execute = Outcome (*)(Context&, const Inst&);
 
-// An operand's place. Before allocation `index` is a virtual register; after it, a word offset in the
-// warp's registers (kRegister), a predicate's number (kPredicate) or a word offset in the program's
-// constants (kConstant), which hold every immediate once, broadcast over a row (two for 64 bits).
+// An operand's place. Before allocation `index` is a virtual register; after it, a word offset in
+// the warp's registers (kRegister), a predicate's number (kPredicate) or a word offset in the
+// program's constants (kConstant), which hold every immediate once, broadcast over a row (two for
+// 64 bits).
 struct Ref {
   enum class Kind : uint8_t { kNone, kRegister, kPredicate, kConstant };
   Kind kind = Kind::kNone;
@@ -59,7 +61,7 @@ struct Inst {
   int32_t target = -1;              // of a branch: index of an instruction
   bool may_time_out = false;        // it waits, and may give up without success
   std::string (*describe_wait)(Context&, const Inst&) = nullptr;  // what it waits for, for reports
-  int32_t statement = 0;            // index in ptx::Kernel::statements; instructions and statements match 1:1
+  int32_t statement = 0;  // index in ptx::Kernel::statements; instructions and statements match 1:1
 };
 
 struct Program {
@@ -71,21 +73,23 @@ struct Program {
   std::vector<uint32_t> constants;                  // rows
   uint32_t register_rows = 0;                       // of a warp
   uint32_t predicates = 0;
-  uint32_t special[std::size(ptx::kSpecialRegisters)];  // word offset of each special register, or kUnused
+  uint32_t special[std::size(
+      ptx::kSpecialRegisters)];  // word offset of each special register, or kUnused
   static constexpr uint32_t kUnused = UINT32_MAX;
   // Shared memory, from the start of the CTA's window: static variables, then the dynamic ones.
   uint32_t static_shared_bytes = 0;
   uint32_t dynamic_shared_alignment = 16;
-  uint32_t local_bytes = 0;   // per thread
+  uint32_t local_bytes = 0;  // per thread
   bool uses_clusters = false;
 };
 
 // Decodes a kernel. Throws ptx::Error with the line for whatever is not supported.
-std::shared_ptr<const Program> Decode(std::shared_ptr<const ptx::Module> module, const ptx::Kernel& kernel);
+std::shared_ptr<const Program> Decode(std::shared_ptr<const ptx::Module> module,
+                                      const ptx::Kernel& kernel);
 
-// The parts of an opcode between its dots. Double colons bind: "shared::cta" is one part. A decoder takes
-// the parts that it understands in any order that PTX allows; what is left at the end is refused, so that
-// no variant is executed as another.
+// The parts of an opcode between its dots. Double colons bind: "shared::cta" is one part. A decoder
+// takes the parts that it understands in any order that PTX allows; what is left at the end is
+// refused, so that no variant is executed as another.
 class Parts {
  public:
   explicit Parts(std::string_view opcode);
@@ -102,8 +106,8 @@ class Parts {
   size_t at_ = 0;
 };
 
-// What decoders of single instructions work with: turns operands into Refs and notes which registers an
-// instruction reads and writes.
+// What decoders of single instructions work with: turns operands into Refs and notes which
+// registers an instruction reads and writes.
 class Decoder {
  public:
   virtual ~Decoder() = default;
@@ -115,7 +119,8 @@ class Decoder {
   void ExpectOperands(size_t least, size_t most) const;
 
   // A register, immediate, special register or address of a variable, as `bits` bits. A register of
-  // another width is refused, or with `any_width` only a narrower one. Immediates of float instructions are given by bits.
+  // another width is refused, or with `any_width` only a narrower one. Immediates of float
+  // instructions are given by bits.
   Ref Source(const ptx::Operand& operand, int bits, bool any_width = false);
   // kNone for a sink: only of some instructions may a result be discarded.
   Ref DestinationOrSink(const ptx::Operand& operand, int bits, bool any_width = false);
@@ -127,8 +132,8 @@ class Decoder {
   void DestinationList(const ptx::Operand& operand, int bits, bool any_width = false);
   // An operand that must be a constant known now.
   int64_t Constant(const ptx::Operand& operand) const;
-  // [base + offset]: the base as 32 or 64 bits (its own width), the offset in `offset`. A variable's name
-  // is its address within its space.
+  // [base + offset]: the base as 32 or 64 bits (its own width), the offset in `offset`. A
+  // variable's name is its address within its space.
   Ref Address(const ptx::Operand& operand, int64_t* offset);
   // The address of a variable or parameter within its space, and which space that is.
   const ptx::Variable* FindVariable(const std::string& symbol) const;
@@ -155,14 +160,17 @@ class Decoder {
   virtual Program& program() = 0;
 };
 
-// One decoder per family of instructions: true if the opcode is one of its own (then the instruction is
-// complete), false to let the next family try.
-bool DecodeScalar(Decoder& decoder, Parts parts);   // arithmetic, logic, conversion, moves (isa_scalar.cc)
-bool DecodeControl(Decoder& decoder, Parts parts);  // branches, barriers, warp-wide ones (isa_control.cc)
-bool DecodeMemory(Decoder& decoder, Parts parts);   // ld, st, atom, red, fences, mbarrier (isa_memory.cc)
-bool DecodeCopy(Decoder& decoder, Parts parts);     // cp.async and bulk copies (isa_copy.cc)
-bool DecodeTensor(Decoder& decoder, Parts parts);   // tcgen05 (isa_tensor.cc)
-bool DecodeMatrix(Decoder& decoder, Parts parts);   // wgmma, mma, ldmatrix, stmatrix (isa_mma.cc)
+// One decoder per family of instructions: true if the opcode is one of its own (then the
+// instruction is complete), false to let the next family try.
+bool DecodeScalar(Decoder& decoder,
+                  Parts parts);  // arithmetic, logic, conversion, moves (isa_scalar.cc)
+bool DecodeControl(Decoder& decoder,
+                   Parts parts);  // branches, barriers, warp-wide ones (isa_control.cc)
+bool DecodeMemory(Decoder& decoder,
+                  Parts parts);  // ld, st, atom, red, fences, mbarrier (isa_memory.cc)
+bool DecodeCopy(Decoder& decoder, Parts parts);    // cp.async and bulk copies (isa_copy.cc)
+bool DecodeTensor(Decoder& decoder, Parts parts);  // tcgen05 (isa_tensor.cc)
+bool DecodeMatrix(Decoder& decoder, Parts parts);  // wgmma, mma, ldmatrix, stmatrix (isa_mma.cc)
 
 }  // namespace jax_fa4::emulator
 

@@ -33,10 +33,10 @@ uint32_t AlignUp(uint64_t offset, uint32_t alignment, int line) {
 // The width in bits of a fundamental type (".b32"), or 0 if it is none.
 int TypeBits(std::string_view type) {
   static const std::unordered_map<std::string_view, int> bits = {
-      {".pred", 1},  {".b8", 8},    {".u8", 8},    {".s8", 8},    {".b16", 16},  {".u16", 16},
-      {".s16", 16},  {".f16", 16},  {".bf16", 16}, {".b32", 32},  {".u32", 32},  {".s32", 32},
-      {".f32", 32},  {".f16x2", 32}, {".bf16x2", 32}, {".b64", 64}, {".u64", 64}, {".s64", 64},
-      {".f64", 64},  {".b128", 128}};
+      {".pred", 1}, {".b8", 8},   {".u8", 8},   {".s8", 8},     {".b16", 16},
+      {".u16", 16}, {".s16", 16}, {".f16", 16}, {".bf16", 16},  {".b32", 32},
+      {".u32", 32}, {".s32", 32}, {".f32", 32}, {".f16x2", 32}, {".bf16x2", 32},
+      {".b64", 64}, {".u64", 64}, {".s64", 64}, {".f64", 64},   {".b128", 128}};
   const auto it = bits.find(type);
   return it == bits.end() ? 0 : it->second;
 }
@@ -177,7 +177,8 @@ class Parser {
       base = 2;
     } else if (digits.find_first_of(".eE") != digits.npos) {
       double number = 0;
-      const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), number);
+      const auto [end, error] =
+          std::from_chars(digits.data(), digits.data() + digits.size(), number);
       if (error != std::errc() || end != digits.data() + digits.size()) {
         Fail("\"" + std::string(token) + "\" is no number.");
       }
@@ -192,7 +193,8 @@ class Parser {
     if (base == 8) digits.remove_prefix(1);
     if (digits.ends_with('U')) digits.remove_suffix(1);
     uint64_t number = 0;
-    const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), number, base);
+    const auto [end, error] =
+        std::from_chars(digits.data(), digits.data() + digits.size(), number, base);
     if (error != std::errc() || end != digits.data() + digits.size()) {
       // A lone "0U" loses its only digit to the octal prefix.
       if (!(digits.empty() && base == 8)) Fail("\"" + std::string(token) + "\" is no number.");
@@ -282,7 +284,8 @@ class Parser {
     const auto [dot, error] =
         std::from_chars(token.data(), token.data() + token.size(), module_->version_major);
     if (error != std::errc() || dot == token.data() + token.size() || *dot != '.' ||
-        std::from_chars(dot + 1, token.data() + token.size(), module_->version_minor).ec != std::errc()) {
+        std::from_chars(dot + 1, token.data() + token.size(), module_->version_minor).ec !=
+            std::errc()) {
       Fail("the version must be two numbers, such as 8.8.");
     }
   }
@@ -299,8 +302,10 @@ class Parser {
       if (rest_.empty()) Fail("this function does not end.");
       rest_.remove_prefix(1);
     }
-    if (Peek() == '{') SkipBlock();
-    else rest_.remove_prefix(1);
+    if (Peek() == '{')
+      SkipBlock();
+    else
+      rest_.remove_prefix(1);
     is_extern_ = false;
   }
 
@@ -320,9 +325,10 @@ class Parser {
         alignment = static_cast<uint32_t>(Integer("an alignment", 1, 1 << 20));
         if (!std::has_single_bit(alignment)) Fail("an alignment must be a power of two.");
       } else if (word == ".ptr") {
-        // What a pointer parameter points to does not matter here; its own alignment does not follow.
-        for (std::string_view more = PeekDirective(); more == ".global" || more == ".shared" ||
-                                                      more == ".const" || more == ".local";
+        // What a pointer parameter points to does not matter here; its own alignment does not
+        // follow.
+        for (std::string_view more = PeekDirective();
+             more == ".global" || more == ".shared" || more == ".const" || more == ".local";
              more = PeekDirective()) {
           Directive();
         }
@@ -432,7 +438,8 @@ class Parser {
     } else if (name == ".minnctapersm") {
       kernel_->minimal_ctas_per_sm = static_cast<uint32_t>(Integer("the number of CTAs", 1, 64));
     } else if (name == ".maxnreg") {
-      kernel_->maximal_registers = static_cast<uint32_t>(Integer("the number of registers", 1, 512));
+      kernel_->maximal_registers =
+          static_cast<uint32_t>(Integer("the number of registers", 1, 512));
     } else if (name == ".maxclusterrank") {
       Integer("the rank", 1, 64);
     } else if (name == ".explicitcluster" || name == ".blocksareclusters" || name == ".noreturn") {
@@ -460,7 +467,8 @@ class Parser {
           // Every look-up of a name walks outward through the scopes.
           if (open.size() >= kMaxScopes) Fail("blocks are nested too deeply.");
           open.push_back(static_cast<int>(scopes_.size()));
-          scopes_.push_back(Scope{.parent = scope_, .registers = {}, .labels = {}, .branch_targets = {}});
+          scopes_.push_back(
+              Scope{.parent = scope_, .registers = {}, .labels = {}, .branch_targets = {}});
           break;
         case '}':
           rest_.remove_prefix(1);
@@ -537,8 +545,9 @@ class Parser {
         outer.line = static_cast<int>(Integer("the line", 0, INT32_MAX));
         outer.column = static_cast<int>(Integer("the column", 0, INT32_MAX));
         // The caller's own .loc came before: through it the chain goes on outward.
-        const auto [latest, is_new] = latest_.try_emplace(
-            std::array{outer.file, outer.line, outer.column}, static_cast<int>(module_->locations.size()));
+        const auto [latest, is_new] =
+            latest_.try_emplace(std::array{outer.file, outer.line, outer.column},
+                                static_cast<int>(module_->locations.size()));
         if (is_new) module_->locations.push_back(outer);
         location.inlined_at = latest->second;
       } else {
@@ -674,7 +683,8 @@ class Parser {
         operand.reg = -1 - static_cast<int>(i);
         return;
       }
-      Fail("register \"" + std::string(whole) + "\" is neither declared nor a special register that is supported.");
+      Fail("register \"" + std::string(whole) +
+           "\" is neither declared nor a special register that is supported.");
     }
     operand.kind = Operand::Kind::kSymbol;
     operand.symbol = name;
@@ -697,7 +707,8 @@ class Parser {
     };
     size_t use = 0;
     for (Statement& statement : kernel_->statements) {
-      for (Operand& operand : statement.operands) ResolveOperand(operand, use, find, statement.line);
+      for (Operand& operand : statement.operands)
+        ResolveOperand(operand, use, find, statement.line);
     }
   }
 
@@ -735,7 +746,8 @@ class Parser {
 
   Kernel* kernel_ = nullptr;
   std::vector<Scope> scopes_;
-  std::vector<std::pair<std::string_view, int>> label_uses_;  // symbol operands in order, and their scopes
+  std::vector<std::pair<std::string_view, int>>
+      label_uses_;                 // symbol operands in order, and their scopes
   std::deque<std::string> names_;  // of registers declared by number; keys of scopes point into it
   std::map<std::array<int, 3>, int> latest_;  // the last location with this file, line and column
   int scope_ = 0;
@@ -759,8 +771,9 @@ std::string Module::Describe(int location) const {
     const auto file = files.find(at.file);
     if (file == files.end()) break;
     const std::string_view path = file->second;
-    text += (depth > 0 ? ", inlined at " : "") + std::string(path.substr(path.find_last_of('/') + 1)) + ":" +
-            std::to_string(at.line) + ":" + std::to_string(at.column);
+    text += (depth > 0 ? ", inlined at " : "") +
+            std::string(path.substr(path.find_last_of('/') + 1)) + ":" + std::to_string(at.line) +
+            ":" + std::to_string(at.column);
     location = at.inlined_at;
   }
   return text;

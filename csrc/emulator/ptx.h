@@ -1,7 +1,9 @@
-// PTX text as a syntax tree. Parsing knows the grammar of statements and operands but no instruction:
-// which opcodes exist and what their operands mean is decided when a kernel is decoded (program.h).
+// PTX text as a syntax tree. Parsing knows the grammar of statements and operands but no
+// instruction: which opcodes exist and what their operands mean is decided when a kernel is decoded
+// (program.h).
 //
-// Source: PTX ISA 9.0, chapters 4 (Syntax), 5 (State spaces, types and variables), 6 (Operands) and 11 (Directives).
+// Source: PTX ISA 9.0, chapters 4 (Syntax), 5 (State spaces, types and variables), 6 (Operands) and
+// 11 (Directives).
 
 #ifndef JAX_FA4_CSRC_EMULATOR_PTX_H_
 #define JAX_FA4_CSRC_EMULATOR_PTX_H_
@@ -40,7 +42,8 @@ struct Operand {
     kImmediate,  // 42, 0f3F800000, WARP_SZ
     kSymbol,     // a variable, label or function
     kVector,     // {a, b}
-    kAddress,    // [a], [a+8], [a, {b, c}]: `elements` holds a and, where given, the coordinate vector
+    kAddress,    // [a], [a+8], [a, {b, c}]: `elements` holds a and, where given, the coordinate
+                 // vector
     kPair,       // a|b
     kSink,       // _
   };
@@ -48,8 +51,9 @@ struct Operand {
   bool negated = false;
   bool is_float = false;   // an immediate given by its bits (0f, 0d) or as a decimal fraction
   bool is_double = false;  // of these, one of 64 bits
-  int32_t reg = -1;        // index in Kernel::registers; of special registers -1 - index in kSpecialRegisters
-  int64_t value = 0;       // an immediate's value or bits; the constant offset of an address
+  int32_t reg =
+      -1;  // index in Kernel::registers; of special registers -1 - index in kSpecialRegisters
+  int64_t value = 0;  // an immediate's value or bits; the constant offset of an address
   std::string symbol;
   std::vector<Operand> elements;
 };
@@ -57,7 +61,7 @@ struct Operand {
 // One instruction: `@!%p opcode.with.suffixes operands;`
 struct Statement {
   int line = 0;
-  int location = -1;  // index in Module::locations
+  int location = -1;   // index in Module::locations
   int32_t guard = -1;  // a predicate register
   bool guard_negated = false;
   std::string_view opcode;  // into Module::text
@@ -72,7 +76,8 @@ struct Variable {
   Space space = Space::kGlobal;
   uint32_t size = 0;  // in bytes; 0 for an extern array, whose size the launch decides
   uint32_t alignment = 1;
-  uint32_t offset = 0;  // within the space of the kernel (param, shared, local) or the module (global, const)
+  uint32_t offset =
+      0;  // within the space of the kernel (param, shared, local) or the module (global, const)
   bool is_extern = false;
   std::vector<uint8_t> initial;  // initial bytes; empty means zeros
 };
@@ -91,9 +96,10 @@ struct Kernel {
   std::vector<Register> registers;
   std::vector<Statement> statements;
   std::map<std::string, int, std::less<>> labels;  // statement index; scoped names are made unique
-  std::map<std::string, std::vector<std::string>, std::less<>> branch_targets;  // .branchtargets lists
-  std::array<uint32_t, 3> required_block = {0, 0, 0};   // .reqntid, 0 where not given
-  std::array<uint32_t, 3> maximal_block = {0, 0, 0};    // .maxntid, 0 where not given
+  std::map<std::string, std::vector<std::string>, std::less<>>
+      branch_targets;                                    // .branchtargets lists
+  std::array<uint32_t, 3> required_block = {0, 0, 0};    // .reqntid, 0 where not given
+  std::array<uint32_t, 3> maximal_block = {0, 0, 0};     // .maxntid, 0 where not given
   std::array<uint32_t, 3> required_cluster = {0, 0, 0};  // .reqnctapercluster, 0 where not given
   uint32_t minimal_ctas_per_sm = 0;                      // .minnctapersm
   uint32_t maximal_registers = 0;                        // .maxnreg
@@ -116,20 +122,55 @@ struct Module {
 
 // Special registers, by the names that PTX gives them.
 inline constexpr std::string_view kSpecialRegisters[] = {
-    "%tid.x",           "%tid.y",           "%tid.z",           "%ntid.x",
-    "%ntid.y",          "%ntid.z",          "%ctaid.x",         "%ctaid.y",
-    "%ctaid.z",         "%nctaid.x",        "%nctaid.y",        "%nctaid.z",
-    "%laneid",          "%warpid",          "%nwarpid",         "%smid",
-    "%nsmid",           "%lanemask_eq",     "%lanemask_le",     "%lanemask_lt",
-    "%lanemask_ge",     "%lanemask_gt",     "%clock",           "%clock64",
-    "%globaltimer",     "%clusterid.x",     "%clusterid.y",     "%clusterid.z",
-    "%nclusterid.x",    "%nclusterid.y",    "%nclusterid.z",    "%cluster_ctaid.x",
-    "%cluster_ctaid.y", "%cluster_ctaid.z", "%cluster_nctaid.x", "%cluster_nctaid.y",
-    "%cluster_nctaid.z", "%cluster_ctarank", "%cluster_nctarank", "%is_explicit_cluster",
-    "%dynamic_smem_size", "%total_smem_size", "%gridid", "%globaltimer_lo", "%globaltimer_hi",
+    "%tid.x",
+    "%tid.y",
+    "%tid.z",
+    "%ntid.x",
+    "%ntid.y",
+    "%ntid.z",
+    "%ctaid.x",
+    "%ctaid.y",
+    "%ctaid.z",
+    "%nctaid.x",
+    "%nctaid.y",
+    "%nctaid.z",
+    "%laneid",
+    "%warpid",
+    "%nwarpid",
+    "%smid",
+    "%nsmid",
+    "%lanemask_eq",
+    "%lanemask_le",
+    "%lanemask_lt",
+    "%lanemask_ge",
+    "%lanemask_gt",
+    "%clock",
+    "%clock64",
+    "%globaltimer",
+    "%clusterid.x",
+    "%clusterid.y",
+    "%clusterid.z",
+    "%nclusterid.x",
+    "%nclusterid.y",
+    "%nclusterid.z",
+    "%cluster_ctaid.x",
+    "%cluster_ctaid.y",
+    "%cluster_ctaid.z",
+    "%cluster_nctaid.x",
+    "%cluster_nctaid.y",
+    "%cluster_nctaid.z",
+    "%cluster_ctarank",
+    "%cluster_nctarank",
+    "%is_explicit_cluster",
+    "%dynamic_smem_size",
+    "%total_smem_size",
+    "%gridid",
+    "%globaltimer_lo",
+    "%globaltimer_hi",
 };
 
-// Parses a whole module. Throws Error for what is no PTX, and for directives that are not supported.
+// Parses a whole module. Throws Error for what is no PTX, and for directives that are not
+// supported.
 std::unique_ptr<Module> Parse(std::string text);
 
 }  // namespace jax_fa4::emulator::ptx

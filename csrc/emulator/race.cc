@@ -7,8 +7,8 @@ bool IsBefore(const Access& earlier, const VectorClock& clock) {
   return earlier.time == 0 || clock.seen(earlier.slot) >= earlier.time;
 }
 
-// Whether accesses may rely on earlier ones; and if not, why. Neighbouring cells mostly have the same history, so
-// the last access found in order is remembered.
+// Whether accesses may rely on earlier ones; and if not, why. Neighbouring cells mostly have the
+// same history, so the last access found in order is remembered.
 class Order {
  public:
   Order(const Access& access, const VectorClock& clock, const Shadow::Own& own)
@@ -17,8 +17,8 @@ class Order {
   bool Holds(const Access& earlier) {
     if (earlier.time == 0 || (earlier.time == time_ && earlier.slot == last_slot_)) return true;
     if (clock_.seen(earlier.slot) < earlier.time) return false;
-    if (NeedsFences(earlier) &&
-        (clock_.published(earlier.slot) < earlier.time || clock_.relied(earlier.slot) < earlier.time)) {
+    if (NeedsFences(earlier) && (clock_.published(earlier.slot) < earlier.time ||
+                                 clock_.relied(earlier.slot) < earlier.time)) {
       return false;
     }
     time_ = earlier.time;
@@ -51,7 +51,11 @@ class Order {
 
 }  // namespace
 
-bool Shadow::Read(size_t first, size_t count, const Access& access, const VectorClock& clock, const Own& own,
+bool Shadow::Read(size_t first,
+                  size_t count,
+                  const Access& access,
+                  const VectorClock& clock,
+                  const Own& own,
                   Conflict* conflict) {
   bool found = false;
   Order order(access, clock, own);
@@ -85,7 +89,11 @@ bool Shadow::Read(size_t first, size_t count, const Access& access, const Vector
   return found;
 }
 
-bool Shadow::Write(size_t first, size_t count, const Access& access, const VectorClock& clock, const Own& own,
+bool Shadow::Write(size_t first,
+                   size_t count,
+                   const Access& access,
+                   const VectorClock& clock,
+                   const Own& own,
                    Conflict* conflict) {
   bool found = false;
   Order order(access, clock, own);

@@ -1,8 +1,10 @@
-// Happens-before between the agents of a cluster: vector clocks, and the last accesses of every memory cell.
+// Happens-before between the agents of a cluster: vector clocks, and the last accesses of every
+// memory cell.
 //
-// An agent is whatever executes in an order of its own: lanes of a warp that run together, a tensor core's
-// pipe, one asynchronous copy. Each has a slot in the vector clocks. An access is ordered behind another if
-// the clock that the accessing agent has seen of the other's slot has reached the time of that access.
+// An agent is whatever executes in an order of its own: lanes of a warp that run together, a tensor
+// core's pipe, one asynchronous copy. Each has a slot in the vector clocks. An access is ordered
+// behind another if the clock that the accessing agent has seen of the other's slot has reached the
+// time of that access.
 //
 // Source: Flanagan and Freund, "FastTrack: efficient and precise dynamic race detection" (2009).
 
@@ -20,10 +22,11 @@ namespace jax_fa4::emulator {
 
 using Slot = uint16_t;
 
-// What an agent knows of all agents of its cluster, as times of each: up to which it is ordered behind it
-// (seen); up to which its generic-proxy writes are visible to the asynchronous proxy (fenced); up to which a
-// tcgen05.fence::before_thread_sync has published its accesses of tensor memory (published); and up to which
-// a tcgen05.fence::after_thread_sync lets the holder rely on that (relied). The last stays with its holder.
+// What an agent knows of all agents of its cluster, as times of each: up to which it is ordered
+// behind it (seen); up to which its generic-proxy writes are visible to the asynchronous proxy
+// (fenced); up to which a tcgen05.fence::before_thread_sync has published its accesses of tensor
+// memory (published); and up to which a tcgen05.fence::after_thread_sync lets the holder rely on
+// that (relied). The last stays with its holder.
 class VectorClock {
  public:
   VectorClock() = default;
@@ -75,7 +78,7 @@ struct Access {
 // The last write of a cell, and the reads since that are not ordered behind each other.
 struct Cell {
   Access write;
-  Access read;  // of several reads, the last; the others are in `more`
+  Access read;       // of several reads, the last; the others are in `more`
   int32_t more = 0;  // 1 + index of a list, 0 for none
 };
 
@@ -97,8 +100,9 @@ class Zeros {
   std::unique_ptr<T[], Free> items_;
 };
 
-// The cells of one memory. A cell of zeros is one without accesses, so that the pages of what a kernel leaves
-// alone are never touched: with all SMs resident these would be hundreds of megabytes.
+// The cells of one memory. A cell of zeros is one without accesses, so that the pages of what a
+// kernel leaves alone are never touched: with all SMs resident these would be hundreds of
+// megabytes.
 class Shadow {
  public:
   Shadow() = default;
@@ -107,23 +111,31 @@ class Shadow {
   struct Conflict {
     Access earlier;
     bool earlier_is_write = false;
-    bool unfenced = false;  // ordered, but the write is not visible to the asynchronous proxy
+    bool unfenced = false;     // ordered, but the write is not visible to the asynchronous proxy
     bool unpublished = false;  // ordered, but without tcgen05.fence::before_thread_sync
     bool unrelied = false;     // ordered, but without tcgen05.fence::after_thread_sync
     size_t cell = 0;
   };
 
-  // Who needs no tcgen05.fence: the slots of the accessing agent's own warp, [first, last). An empty range
-  // turns the check of these fences off.
+  // Who needs no tcgen05.fence: the slots of the accessing agent's own warp, [first, last). An
+  // empty range turns the check of these fences off.
   struct Own {
     Slot first = 0, last = 0;
   };
 
-  // Notes a read (or write) of cells [first, first + count) by an agent that has seen `clock`. Returns true
-  // where it is not ordered behind an earlier access, and says which in *conflict.
-  bool Read(size_t first, size_t count, const Access& access, const VectorClock& clock, const Own& own,
+  // Notes a read (or write) of cells [first, first + count) by an agent that has seen `clock`.
+  // Returns true where it is not ordered behind an earlier access, and says which in *conflict.
+  bool Read(size_t first,
+            size_t count,
+            const Access& access,
+            const VectorClock& clock,
+            const Own& own,
             Conflict* conflict);
-  bool Write(size_t first, size_t count, const Access& access, const VectorClock& clock, const Own& own,
+  bool Write(size_t first,
+             size_t count,
+             const Access& access,
+             const VectorClock& clock,
+             const Own& own,
              Conflict* conflict);
   size_t size() const { return size_; }
 
