@@ -34,6 +34,16 @@ nb::dict Registrations() {
 NB_MODULE(_native, m) {
   m.doc() = "XLA FFI handlers of jax_fa4; use jax_fa4.native, which registers them.";
   emulator::AddBindings(m);
+  m.def(
+      "emulator_runs_here",
+      [] {
+#if defined(__x86_64__)
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#else
+        return true;
+#endif
+      },
+      "Whether this CPU has the instructions that the emulator was compiled for.");
   m.def("registrations",
         &Registrations,
         "Returns {platform: {target name: capsule that holds the FFI handler}}.");

@@ -239,6 +239,8 @@ def _native() -> ModuleType:
     """The extension, with the tables of the hardware's approximate functions loaded."""
     import jax_fa4._native as extension
 
+    if not extension.emulator_runs_here():
+        raise RuntimeError("The emulator needs a CPU with AVX2 and FMA instructions, which this one does not have.")
     tables = importlib.resources.files("jax_fa4") / "emulator_tables"
     extension.emulator_load_tables((tables / "ex2.gz").read_bytes(), (tables / "rcp.gz").read_bytes())
     return extension
