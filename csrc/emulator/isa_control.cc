@@ -68,8 +68,6 @@ Outcome Trap(Context& context, const Inst&) {
   return Outcome::kMoved;
 }
 
-Outcome Nothing(Context&, const Inst&) { return Outcome::kNext; }
-
 // ---- Convergence
 
 // Whether all live lanes of `member` are here; if not, the lanes park until they are.

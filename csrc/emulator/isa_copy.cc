@@ -12,16 +12,6 @@
 namespace jax_fa4::emulator {
 namespace {
 
-uint64_t LaneValue(const Context& context, const Ref& ref, int lane) {
-  return ref.bits == 64 ? context.Wide(ref)[lane] : context.Row(ref)[lane];
-}
-
-std::string Hex(uint64_t number) {
-  char text[32];
-  std::snprintf(text, sizeof(text), "0x%llx", static_cast<unsigned long long>(number));
-  return text;
-}
-
 // mode[0] of all copies: what they copy, and how they signal.
 enum Flag : uint32_t {
   kTensor = 1,      // by a tensor map
@@ -170,11 +160,6 @@ void Fault(Machine& machine, const Operation& operation, const std::string& mess
 }
 
 // ---- Bulk copies to shared memory, which signal an mbarrier
-
-struct Destination {
-  Cta* cta;
-  uint32_t offset;
-};
 
 // Arrives at the mbarrier of each destination with the bytes that were written there.
 bool Complete(Machine& machine,
@@ -804,8 +789,6 @@ Outcome StoreAsync(Context& context, const Inst& inst) {
   }
   return Outcome::kNext;
 }
-
-Outcome Nothing(Context&, const Inst&) { return Outcome::kNext; }
 
 // ---- Decoding
 

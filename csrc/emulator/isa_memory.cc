@@ -38,12 +38,6 @@ uint64_t LaneAddress(const Context& context, const Ref& base, int64_t offset, in
   return base.bits == 64 ? address : address & 0xffffffff;
 }
 
-std::string Hex(uint64_t number) {
-  char text[32];
-  std::snprintf(text, sizeof(text), "0x%llx", static_cast<unsigned long long>(number));
-  return text;
-}
-
 // The bytes of one lane's access, checked. Null after a report.
 uint8_t* Find(Context& context,
               Area area,
@@ -758,8 +752,6 @@ Outcome CreatePolicy(Context& context, const Inst& inst) {
   }
   return Outcome::kNext;
 }
-
-Outcome Nothing(Context&, const Inst&) { return Outcome::kNext; }
 
 }  // namespace
 

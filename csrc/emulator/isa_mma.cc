@@ -12,19 +12,9 @@
 namespace jax_fa4::emulator {
 namespace {
 
-uint64_t LaneValue(const Context& context, const Ref& ref, int lane) {
-  return ref.bits == 64 ? context.Wide(ref)[lane] : context.Row(ref)[lane];
-}
-
 Slot WarpgroupSlot(const Context& context) {
   return static_cast<Slot>(context.cta.first_slot + context.warp.index * kWarpSlots +
                            kWarpgroupSlot);
-}
-
-bool WholeWarp(const Context& context) { return (context.warp.live & ~context.mask) == 0; }
-
-std::string WaitsForWarp(Context&, const Inst&) {
-  return "wait for the other lanes of their warp to arrive here";
 }
 
 // The 16 x 16 operand A of a warp from its four registers (9.7.14.5.8).

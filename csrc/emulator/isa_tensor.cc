@@ -13,10 +13,6 @@ namespace {
 
 constexpr uint32_t kTensorColumns = 512, kTensorLanes = 128, kColumnGroup = 32;
 
-uint64_t LaneValue(const Context& context, const Ref& ref, int lane) {
-  return ref.bits == 64 ? context.Wide(ref)[lane] : context.Row(ref)[lane];
-}
-
 Slot WarpSlot(const Context& context, int which) {
   return static_cast<Slot>(context.cta.first_slot + context.warp.index * kWarpSlots + which);
 }
@@ -29,12 +25,6 @@ Slot PipeSlot(const Cta& cta) {
 bool PipeIsFull(const Cta& cta) { return cta.tensor_pipe.size() >= 1024; }
 
 // An instruction that a whole warp executes together.
-bool WholeWarp(const Context& context) { return (context.warp.live & ~context.mask) == 0; }
-
-std::string WaitsForWarp(Context&, const Inst&) {
-  return "wait for the other lanes of their warp to arrive here";
-}
-
 // ---- Allocation
 
 std::string WaitsForColumns(Context& context, const Inst& inst) {

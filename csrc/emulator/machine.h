@@ -7,6 +7,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <cstdio>
 #include <deque>
 #include <functional>
 #include <map>
@@ -266,7 +267,25 @@ struct Context {
   }
 };
 
-enum class Proxy : uint8_t { kGeneric, kAsync };
+// A lane's value of a register or constant of up to 64 bits.
+inline uint64_t LaneValue(const Context& context, const Ref& ref, int lane) {
+  return ref.bits == 64 ? context.Wide(ref)[lane] : context.Row(ref)[lane];
+}
+
+// Whether all lanes of the warp that have not ended are here, as `.aligned` instructions need.
+inline bool WholeWarp(const Context& context) { return (context.warp.live & ~context.mask) == 0; }
+inline std::string WaitsForWarp(Context&, const Inst&) {
+  return "wait for the other lanes of their warp to arrive here";
+}
+
+// Executes what has no effect here.
+inline Outcome Nothing(Context&, const Inst&) { return Outcome::kNext; }
+
+inline std::string Hex(uint64_t number) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "0x%llx", static_cast<unsigned long long>(number));
+  return text;
+}
 
 class Machine {
  public:

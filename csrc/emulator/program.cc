@@ -404,11 +404,6 @@ class ProgramBuilder final : public Decoder {
                        "instruction \"" + std::string(statement.opcode) + "\" is not supported.");
     }
     if (program_->branch_tables.size() > tables) tables_of_.emplace(index, tables);
-    const Parts opcode = parts;
-    if (opcode.Is("barrier") && statement.opcode.starts_with("barrier.cluster")) {
-      program_->uses_clusters = true;
-    }
-    if (opcode.Is("mapa")) program_->uses_clusters = true;
   }
 
   void DecodeAll() {
@@ -425,8 +420,6 @@ class ProgramBuilder final : public Decoder {
     }();
     DecodeStatement(kReturn, count);
     first_touch_.push_back(static_cast<uint32_t>(touches_.size()));
-    const auto& cluster = kernel_->required_cluster;
-    if (uint64_t{cluster[0]} * cluster[1] * cluster[2] > 1) program_->uses_clusters = true;
   }
 
   bool FallsThrough(int32_t at) const {

@@ -80,7 +80,6 @@ struct Program {
   uint32_t static_shared_bytes = 0;
   uint32_t dynamic_shared_alignment = 16;
   uint32_t local_bytes = 0;  // per thread
-  bool uses_clusters = false;
 };
 
 // Decodes a kernel. Throws ptx::Error with the line for whatever is not supported.

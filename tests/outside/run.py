@@ -126,6 +126,28 @@ def relative(got: np.ndarray, want: np.ndarray) -> float:
     return float(np.linalg.norm(got.astype(np.float64) - want) / np.linalg.norm(want))
 
 
+def passed(
+    variant: dict[str, Any],
+    problem: tuple[int, int, int, int],
+    sms: int,
+    errors: list[float],
+    limit: float,
+    seconds: list[float],
+    reports: Counter[str],
+) -> bool:
+    """Prints a row for one problem; returns whether all errors are below the limit and no run had a report."""
+    worst = np.max(errors)  # NaN if any is
+    good = bool(worst < limit) and not reports
+    print(
+        f"{variant['name']:32} {'x'.join(map(str, problem)):14} {sms:4} SMs {len(seconds):3} seeds: largest error "
+        f"{worst:.1e}, {sum(reports.values())} reports, {np.median(seconds) * 1e3:.0f} ms {'' if good else 'WRONG'}",
+        flush=True,
+    )
+    for report in list(reports)[:3]:
+        print(report)
+    return good
+
+
 def forward(stage: Stage, seeds: int) -> bool:
     """Runs a forward kernel on all problems; prints a row for each."""
     fine = True
@@ -151,16 +173,7 @@ def forward(stage: Stage, seeds: int) -> bool:
             seconds.append(took)
             reports.update(str(report) for report in run.reports)
         # bfloat16 probabilities and outputs each round by 2^-9 at most.
-        good = max(errors) < 2 * 2**-9 and not reports
-        fine &= good
-        print(
-            f"{stage.variant['name']:32} {batch}x{heads}x{rows}x{keys:<5} {sms:4} SMs {seeds:3} seeds: largest error "
-            f"{max(errors):.1e}, {sum(reports.values())} reports, {np.median(seconds) * 1e3:.0f} ms "
-            f"{'' if good else 'WRONG'}",
-            flush=True,
-        )
-        for report in list(reports)[:3]:
-            print(report)
+        fine &= passed(stage.variant, (batch, heads, rows, keys), sms, errors, 2 * 2**-9, seconds, reports)
     return fine
 
 
@@ -221,16 +234,7 @@ def backward(stages: list[Stage], seeds: int) -> bool:
                 reports.update(str(report) for report in run.reports)
             errors += [relative(tensors[name], x) for name, x in zip(("dq", "dk", "dv"), want, strict=True)]
             seconds.append(took)
-        good = max(errors) < 4 * 2**-9 and not reports
-        fine &= good
-        print(
-            f"{variant['name']:32} {batch}x{heads}x{rows}x{keys:<5} {sms:4} SMs {seeds:3} seeds: largest error "
-            f"{max(errors):.1e}, {sum(reports.values())} reports, {np.median(seconds) * 1e3:.0f} ms "
-            f"{'' if good else 'WRONG'}",
-            flush=True,
-        )
-        for report in list(reports)[:3]:
-            print(report)
+        fine &= passed(variant, (batch, heads, rows, keys), sms, errors, 4 * 2**-9, seconds, reports)
     return fine
 
 
