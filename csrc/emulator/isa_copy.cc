@@ -22,20 +22,19 @@ enum Flag : uint32_t {
   kClusterAddress = 32,  // the destination is given in shared::cluster
 };
 
-uint32_t OwnRank(const Context& context, uint32_t address, bool cluster) {
+// An address operand, in shared::cluster. One without a rank is in this CTA, unless it is given in
+// shared::cluster (`cluster`).
+uint32_t SharedAddress(
+    const Context& context, const Ref& base, int64_t offset, int lane, bool cluster = false) {
+  const auto address = static_cast<uint32_t>(LaneValue(context, base, lane) + offset);
   return cluster || address >> 24 != 0 ? address : address | context.cta.rank << 24;
 }
 
-// Places in shared memory that one copy reads or writes: (offset, size) of one CTA, all within its
-// window.
-bool CheckShared(Context& context,
-                 int lane,
-                 uint32_t address,
-                 uint32_t size,
-                 uint32_t alignment,
-                 std::optional<Machine::SharedPlace>* place) {
-  *place = context.machine.FindShared(context.cta, address, size);
-  if (*place && address % alignment == 0) return true;
+// The place of `size` bytes of shared memory; none after a report.
+std::optional<Machine::SharedPlace> FindPlace(
+    Context& context, int lane, uint32_t address, uint32_t size, uint32_t alignment) {
+  const auto place = context.machine.FindShared(context.cta, address, size);
+  if (place && address % alignment == 0) return place;
   context.machine.Misuse(context,
                          lane,
                          "a bulk copy uses shared address " + Hex(address) + " (" +
@@ -44,146 +43,32 @@ bool CheckShared(Context& context,
                              std::to_string(alignment) + " bytes.",
                          true,
                          Report::Kind::kMemory);
+  return std::nullopt;
+}
+
+// Whether a bulk copy can use `size` bytes of global memory. Reports it if not.
+bool CheckGlobal(Context& context, int lane, uint64_t address, uint32_t size, bool write) {
+  if (context.machine.FindGlobal(address, size, write) != nullptr && address % 16 == 0) return true;
+  context.machine.Misuse(context,
+                         lane,
+                         std::string("a bulk copy ") + (write ? "writes" : "reads") +
+                             " global address " + Hex(address) + " (" + std::to_string(size) +
+                             " bytes), which is out of range" + (write ? ", not writable" : "") +
+                             " or not aligned to 16 bytes.",
+                         true,
+                         Report::Kind::kMemory);
   return false;
 }
 
-// Adds what a copy engine's reduction stores. mode[2] of the instruction: the type.
-enum class ReduceType : uint32_t { kF32, kF16, kBf16, kS32, kU32, kS64, kU64, kF64 };
-enum class ReduceOperation : uint32_t { kAdd, kMin, kMax, kAnd, kOr, kXor, kInc, kDec };
-
-template <typename T>
-void CombineElements(ReduceOperation operation, uint8_t* to, const uint8_t* from, size_t bytes) {
-  for (size_t i = 0; i + sizeof(T) <= bytes; i += sizeof(T)) {
-    T a, b;
-    std::memcpy(&a, to + i, sizeof(T));
-    std::memcpy(&b, from + i, sizeof(T));
-    switch (operation) {
-      case ReduceOperation::kAdd:
-        // Integers wrap.
-        if constexpr (std::is_signed_v<T> && std::is_integral_v<T>) {
-          using Unsigned = std::make_unsigned_t<T>;
-          a = static_cast<T>(static_cast<Unsigned>(a) + static_cast<Unsigned>(b));
-        } else {
-          a = static_cast<T>(a + b);
-        }
-        break;
-      case ReduceOperation::kMin:
-        a = std::min(a, b);
-        break;
-      case ReduceOperation::kMax:
-        a = std::max(a, b);
-        break;
-      default:
-        if constexpr (std::is_integral_v<T>) {
-          if (operation == ReduceOperation::kAnd) a = static_cast<T>(a & b);
-          if (operation == ReduceOperation::kOr) a = static_cast<T>(a | b);
-          if (operation == ReduceOperation::kXor) a = static_cast<T>(a ^ b);
-        }
-    }
-    std::memcpy(to + i, &a, sizeof(T));
-  }
-}
-
-void CombineHalves(
-    ReduceOperation operation, HalfType type, uint8_t* to, const uint8_t* from, size_t bytes) {
-  for (size_t i = 0; i + 2 <= bytes; i += 2) {
-    uint16_t a, b;
-    std::memcpy(&a, to + i, 2);
-    std::memcpy(&b, from + i, 2);
-    a = operation == ReduceOperation::kAdd   ? HalfAdd(type, a, b)
-        : operation == ReduceOperation::kMin ? HalfMin(type, a, b)
-                                             : HalfMax(type, a, b);
-    std::memcpy(to + i, &a, 2);
-  }
-}
-
-void CombineBytes(uint32_t mode, uint8_t* to, const uint8_t* from, size_t bytes) {
-  const auto operation = static_cast<ReduceOperation>(mode >> 8);
-  switch (static_cast<ReduceType>(mode & 0xff)) {
-    case ReduceType::kF32:
-      return CombineElements<float>(operation, to, from, bytes);
-    case ReduceType::kS32:
-      return CombineElements<int32_t>(operation, to, from, bytes);
-    case ReduceType::kU32:
-      return CombineElements<uint32_t>(operation, to, from, bytes);
-    case ReduceType::kS64:
-      return CombineElements<int64_t>(operation, to, from, bytes);
-    case ReduceType::kU64:
-      return CombineElements<uint64_t>(operation, to, from, bytes);
-    case ReduceType::kF64:
-      return CombineElements<double>(operation, to, from, bytes);
-    case ReduceType::kF16:
-      return CombineHalves(operation, HalfType::kF16, to, from, bytes);
-    case ReduceType::kBf16:
-      return CombineHalves(operation, HalfType::kBf16, to, from, bytes);
-  }
-}
-
-// Whether the copy engine combines numbers of this type so (9.7.9.25.4.2, table of
-// cp.reduce.async.bulk).
-bool IsReduction(ReduceOperation operation, ReduceType type) {
-  const bool is_half = type == ReduceType::kF16 || type == ReduceType::kBf16;
-  if (operation == ReduceOperation::kAdd) return true;
-  if (operation == ReduceOperation::kMin || operation == ReduceOperation::kMax) {
-    return type != ReduceType::kF32 && type != ReduceType::kF64;
-  }
-  return !is_half && type != ReduceType::kF32 && type != ReduceType::kF64;
-}
-
-// The type of a tensor map's elements; false if the engine does not combine such.
-bool ReduceTypeOf(const TensorMap& map, ReduceType* type) {
-  switch (map.type) {
-    case TensorMapType::kUint32:
-      return *type = ReduceType::kU32, true;
-    case TensorMapType::kInt32:
-      return *type = ReduceType::kS32, true;
-    case TensorMapType::kUint64:
-      return *type = ReduceType::kU64, true;
-    case TensorMapType::kInt64:
-      return *type = ReduceType::kS64, true;
-    case TensorMapType::kFloat16:
-      return *type = ReduceType::kF16, true;
-    case TensorMapType::kBfloat16:
-      return *type = ReduceType::kBf16, true;
-    case TensorMapType::kFloat32:
-      return *type = ReduceType::kF32, true;
-    case TensorMapType::kFloat64:
-      return *type = ReduceType::kF64, true;
-    default:
-      return false;
-  }
-}
-
-// Reports what goes wrong while a copy runs, with the instruction that issued it.
-void Fault(Machine& machine, const Operation& operation, const std::string& message) {
-  machine.OperationFault(operation, message);
-}
-
-// ---- Bulk copies to shared memory, which signal an mbarrier
-
-// Arrives at the mbarrier of each destination with the bytes that were written there.
-bool Complete(Machine& machine,
-              Operation& operation,
-              const std::vector<Machine::SharedPlace>& barriers,
-              int64_t bytes) {
-  for (const Machine::SharedPlace& place : barriers) {
-    const auto it = place.cta->mbarriers.find(place.offset);
-    if (it == place.cta->mbarriers.end()) {
-      Fault(machine,
-            operation,
-            "the copy completes on shared address " + Hex(place.offset) +
-                ", where there is no initialised mbarrier.");
-      return false;
-    }
-    if (machine.options().strict && !it->second.fenced) {
-      Fault(machine,
-            operation,
-            "the copy engine signals an mbarrier whose initialisation no "
-            "fence.mbarrier_init has made visible to it.");
-    }
-    machine.Transact(*place.cta, it->second, -bytes, &operation.clock);
-  }
-  return true;
+// How many bytes a bulk copy is told to move; 0 after a report.
+uint32_t BulkBytes(Context& context, const Inst& inst, int lane) {
+  const auto size = static_cast<uint32_t>(LaneValue(context, inst.source[2], lane));
+  if (size != 0 && size % 16 == 0) return size;
+  context.machine.Misuse(context,
+                         lane,
+                         "a bulk copy's size must be a positive multiple of 16 bytes, not " +
+                             std::to_string(size) + ".");
+  return 0;
 }
 
 // Whether every lane can issue a copy now.
@@ -196,104 +81,149 @@ std::string WaitsForCopies(Context& context, const Inst&) {
          " copies in flight to end";
 }
 
+std::unique_ptr<Operation> NewCopy(Context& context, int lane, const char* name) {
+  Machine& machine = context.machine;
+  return machine.NewOperation(context, lane, name, machine.TakeCopySlot(context.cta));
+}
+
 void Enqueue(Context& context, std::unique_ptr<Operation> operation) {
   context.cta.copies.push_back(std::move(operation));
   context.machine.Advance(context.warp, context.mask);
 }
 
-// source[0] destination, source[1] source, source[2] size, source[3] mbarrier, source[4] CTA mask.
+// ---- Copies to shared memory, which signal an mbarrier
+
+// Where one copy writes, and the mbarriers that it signals: in each CTA that it is for.
+struct Targets {
+  std::vector<Machine::SharedPlace> places, barriers;
+};
+
+// source[0] (and immediate[0]) destination, source[3] (and mode[3]) mbarrier, source[4] CTA mask.
+// None after a report.
+std::optional<Targets> FindTargets(
+    Context& context, const Inst& inst, int lane, uint32_t size, uint32_t alignment) {
+  const bool cluster = inst.mode[0] & kClusterAddress;
+  const uint32_t to = SharedAddress(context, inst.source[0], inst.immediate[0], lane, cluster);
+  const auto place = FindPlace(context, lane, to, size, alignment);
+  if (!place) return std::nullopt;
+  const uint32_t barrier = SharedAddress(context, inst.source[3], inst.mode[3], lane, cluster);
+  const auto signal = FindPlace(context, lane, barrier, 8, 8);
+  if (!signal) return std::nullopt;
+  if (!(inst.mode[0] & kMulticast)) return Targets{{*place}, {*signal}};
+  Targets targets;
+  const auto ctas = static_cast<uint32_t>(LaneValue(context, inst.source[4], lane));
+  for (const auto& one : context.cta.cluster->ctas) {
+    if (!(ctas >> one->rank & 1)) continue;
+    targets.places.push_back({one.get(), place->offset});
+    targets.barriers.push_back({one.get(), signal->offset});
+  }
+  return targets;
+}
+
+// Arrives at mbarriers with the bytes that a copy has written beside each.
+void Complete(Machine& machine,
+              Operation& operation,
+              const std::vector<Machine::SharedPlace>& barriers,
+              int64_t bytes) {
+  for (const Machine::SharedPlace& place : barriers) {
+    const auto it = place.cta->mbarriers.find(place.offset);
+    if (it == place.cta->mbarriers.end()) {
+      machine.OperationFault(operation,
+                             "the copy completes on shared address " + Hex(place.offset) +
+                                 ", where there is no initialised mbarrier.");
+      return;
+    }
+    if (machine.options().strict && !it->second.fenced) {
+      machine.OperationFault(operation,
+                             "the copy engine signals an mbarrier whose initialisation no "
+                             "fence.mbarrier_init has made visible to it.");
+    }
+    machine.Transact(*place.cta, it->second, -bytes, &operation.clock);
+  }
+}
+
+// Issues a copy. write(operation, place) puts its bytes to one place, and returns false after a
+// report.
+template <typename Write>
+void EnqueueLoad(
+    Context& context, int lane, const char* name, Targets targets, uint32_t size, Write write) {
+  auto operation = NewCopy(context, lane, name);
+  operation->run =
+      [&machine = context.machine, targets = std::move(targets), size, write](Operation& self) {
+        for (const Machine::SharedPlace& place : targets.places) {
+          machine.AccessShared(self, place, size, true);
+          if (!write(self, place)) return;
+        }
+        Complete(machine, self, targets.barriers, size);
+      };
+  Enqueue(context, std::move(operation));
+}
+
+// source[1] source, source[2] size; the rest as FindTargets has it.
 Outcome BulkToShared(Context& context, const Inst& inst) {
   if (!SlotsAreFree(context)) return Outcome::kBlocked;
   Machine& machine = context.machine;
-  const bool cluster = inst.mode[0] & kClusterAddress;
   for (int lane = 0; lane < kLanes; ++lane) {
     if (!(context.mask >> lane & 1)) continue;
-    const auto size = static_cast<uint32_t>(LaneValue(context, inst.source[2], lane));
-    const uint32_t to =
-        OwnRank(context,
-                static_cast<uint32_t>(LaneValue(context, inst.source[0], lane) + inst.immediate[0]),
-                cluster);
+    const uint32_t size = BulkBytes(context, inst, lane);
+    if (size == 0) return Outcome::kMoved;
+    auto targets = FindTargets(context, inst, lane, size, 16);
+    if (!targets) return Outcome::kMoved;
     const uint64_t from =
         LaneValue(context, inst.source[1], lane) + static_cast<uint64_t>(inst.immediate[1]);
-    const uint32_t barrier =
-        OwnRank(context,
-                static_cast<uint32_t>(LaneValue(context, inst.source[3], lane) + inst.mode[3]),
-                cluster);
-    if (size == 0 || size % 16 != 0) {
-      machine.Misuse(context,
-                     lane,
-                     "a bulk copy's size must be a positive multiple of 16 bytes, not " +
-                         std::to_string(size) + ".");
+    std::optional<Machine::SharedPlace> source;
+    if (inst.mode[0] & kFromShared) {
+      source = FindPlace(
+          context, lane, SharedAddress(context, inst.source[1], inst.immediate[1], lane), size, 16);
+      if (!source) return Outcome::kMoved;
+    } else if (!CheckGlobal(context, lane, from, size, false)) {
       return Outcome::kMoved;
     }
-    std::optional<Machine::SharedPlace> place, source, signal;
-    if (!CheckShared(context, lane, to, size, 16, &place) ||
-        !CheckShared(context, lane, barrier, 8, 8, &signal)) {
-      return Outcome::kMoved;
-    }
-    const bool from_shared = inst.mode[0] & kFromShared;
-    if (from_shared) {
-      if (!CheckShared(context,
-                       lane,
-                       OwnRank(context, static_cast<uint32_t>(from), false),
-                       size,
-                       16,
-                       &source)) {
-        return Outcome::kMoved;
-      }
-    } else if (machine.FindGlobal(from, size, false) == nullptr || from % 16 != 0) {
-      machine.Misuse(context,
-                     lane,
-                     "a bulk copy reads global address " + Hex(from) + " (" + std::to_string(size) +
-                         " bytes), which is out of range or not aligned to 16 bytes.",
-                     true,
-                     Report::Kind::kMemory);
-      return Outcome::kMoved;
-    }
-    std::vector<Machine::SharedPlace> places, signals;
-    if (inst.mode[0] & kMulticast) {
-      const auto ctas = static_cast<uint32_t>(LaneValue(context, inst.source[4], lane));
-      for (const auto& one : context.cta.cluster->ctas) {
-        if (!(ctas >> one->rank & 1)) continue;
-        places.push_back({one.get(), place->offset});
-        signals.push_back({one.get(), signal->offset});
-      }
-    } else {
-      places.push_back(*place);
-      signals.push_back(*signal);
-    }
-    auto operation =
-        machine.NewOperation(context, lane, "cp.async.bulk", machine.TakeCopySlot(context.cta));
-    operation->run = [&machine, places, signals, source, from, size](Operation& self) {
-      const uint8_t* bytes;
-      if (source) {
-        machine.AccessShared(self, *source, size, false);
-        bytes = source->cta->shared.data() + source->offset;
-      } else {
-        bytes = machine.FindGlobal(from, size, false);
-      }
-      for (const Machine::SharedPlace& one : places) {
-        machine.AccessShared(self, one, size, true);
-        std::memmove(one.cta->shared.data() + one.offset, bytes, size);
-      }
-      Complete(machine, self, signals, size);
-    };
-    Enqueue(context, std::move(operation));
+    EnqueueLoad(context,
+                lane,
+                "cp.async.bulk",
+                *std::move(targets),
+                size,
+                [&machine, source, from, size](Operation& self, const Machine::SharedPlace& place) {
+                  if (source) machine.AccessShared(self, *source, size, false);
+                  std::memmove(place.cta->shared.data() + place.offset,
+                               source ? source->cta->shared.data() + source->offset
+                                      : machine.FindGlobal(from, size, false),
+                               size);
+                  return true;
+                });
   }
   return Outcome::kNext;
 }
 
-// ---- Bulk copies to global memory, which a bulk group counts
+// ---- Copies to global memory, which a bulk group counts
 
-using BulkGroups = std::vector<std::shared_ptr<BulkGroup>>;
-
-std::function<void(Operation&)> InTwoSteps(Machine& machine,
-                                           BulkGroups groups,
-                                           std::function<void(Operation&)> read,
-                                           std::function<void(Operation&)> write) {
-  return [&machine, groups, read, write](Operation& self) {
+// Issues a copy by `lanes`, which it counts in the open bulk group of each. It reads shared memory
+// at one time, and write(operation, bytes) takes what it read at a later one.
+template <typename Write>
+void EnqueueStore(Context& context,
+                  uint32_t lanes,
+                  const char* name,
+                  const Machine::SharedPlace& place,
+                  uint32_t size,
+                  Write write) {
+  auto operation = NewCopy(context, std::countr_zero(lanes), name);
+  operation->steps = 2;
+  std::vector<std::shared_ptr<BulkGroup>> groups;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    if (!(lanes >> lane & 1)) continue;
+    groups.push_back(context.warp.bulk_groups[lane].back());
+    ++groups.back()->pending_reads;
+    ++groups.back()->pending;
+  }
+  operation->run = [&machine = context.machine,
+                    groups = std::move(groups),
+                    place,
+                    bytes = std::vector<uint8_t>(size),
+                    write](Operation& self) mutable {
     if (self.steps == 1) {
-      read(self);
+      machine.AccessShared(self, place, static_cast<uint32_t>(bytes.size()), false);
+      std::memcpy(bytes.data(), place.cta->shared.data() + place.offset, bytes.size());
       for (const auto& group : groups) {
         --group->pending_reads;
         group->read_clock.Join(self.clock);
@@ -303,80 +233,49 @@ std::function<void(Operation&)> InTwoSteps(Machine& machine,
       self.time = ++machine.Time(*self.cta, self.slot);
       self.clock.SetSeen(self.slot, self.time);
     } else {
-      write(self);
+      write(self, bytes.data());
       for (const auto& group : groups) {
         --group->pending;
         group->clock.Join(self.clock);
       }
     }
   };
+  Enqueue(context, std::move(operation));
 }
 
-// Counts the copy in the open bulk groups of the lanes that issue it.
-BulkGroups CountInGroups(Context& context, uint32_t lanes, Operation& operation) {
-  BulkGroups groups;
-  for (int lane = 0; lane < kLanes; ++lane) {
-    if (!(lanes >> lane & 1)) continue;
-    groups.push_back(context.warp.bulk_groups[lane].back());
-    ++groups.back()->pending_reads;
-    ++groups.back()->pending;
-  }
-  operation.steps = 2;
-  return groups;
-}
+// With kReduce, mode[1] is the reduction and mode[2] its type, where no tensor map says it.
+Reduction ReductionOf(const Inst& inst) { return static_cast<Reduction>(inst.mode[1]); }
 
 // source[0] global address, source[1] shared address, source[2] size.
 Outcome BulkToGlobal(Context& context, const Inst& inst) {
   if (!SlotsAreFree(context)) return Outcome::kBlocked;
   Machine& machine = context.machine;
+  const bool reduces = inst.mode[0] & kReduce;
+  const auto type = static_cast<TensorMapType>(inst.mode[2]);
+  const uint32_t step = ElementBytes(type);
   for (int lane = 0; lane < kLanes; ++lane) {
     if (!(context.mask >> lane & 1)) continue;
+    const uint32_t size = BulkBytes(context, inst, lane);
+    if (size == 0) return Outcome::kMoved;
+    const uint32_t from = SharedAddress(context, inst.source[1], inst.immediate[1], lane);
+    const auto place = FindPlace(context, lane, from, size, 16);
+    if (!place) return Outcome::kMoved;
     const uint64_t to =
         LaneValue(context, inst.source[0], lane) + static_cast<uint64_t>(inst.immediate[0]);
-    const auto size = static_cast<uint32_t>(LaneValue(context, inst.source[2], lane));
-    std::optional<Machine::SharedPlace> place;
-    const uint32_t from =
-        OwnRank(context,
-                static_cast<uint32_t>(LaneValue(context, inst.source[1], lane) + inst.immediate[1]),
-                false);
-    if (size == 0 || size % 16 != 0) {
-      machine.Misuse(context,
-                     lane,
-                     "a bulk copy's size must be a positive multiple of 16 bytes, not " +
-                         std::to_string(size) + ".");
-      return Outcome::kMoved;
-    }
-    if (!CheckShared(context, lane, from, size, 16, &place)) return Outcome::kMoved;
-    if (machine.FindGlobal(to, size, true) == nullptr || to % 16 != 0) {
-      machine.Misuse(context,
-                     lane,
-                     "a bulk copy writes global address " + Hex(to) + " (" + std::to_string(size) +
-                         " bytes), which is out of range, not writable or not aligned to 16 bytes.",
-                     true,
-                     Report::Kind::kMemory);
-      return Outcome::kMoved;
-    }
-    auto operation =
-        machine.NewOperation(context, lane, "cp.async.bulk", machine.TakeCopySlot(context.cta));
-    const BulkGroups groups = CountInGroups(context, 1u << lane, *operation);
-    auto bytes = std::make_shared<std::vector<uint8_t>>(size);
-    const uint32_t reduce = inst.mode[0] & kReduce ? inst.mode[2] : UINT32_MAX;
-    operation->run = InTwoSteps(
-        machine,
-        groups,
-        [&machine, place, bytes](Operation& self) {
-          machine.AccessShared(self, *place, static_cast<uint32_t>(bytes->size()), false);
-          std::memcpy(bytes->data(), place->cta->shared.data() + place->offset, bytes->size());
-        },
-        [&machine, to, bytes, reduce](Operation&) {
-          uint8_t* data = machine.FindGlobal(to, bytes->size(), true);
-          if (reduce == UINT32_MAX) {
-            std::memcpy(data, bytes->data(), bytes->size());
-          } else {
-            CombineBytes(reduce, data, bytes->data(), bytes->size());
+    if (!CheckGlobal(context, lane, to, size, true)) return Outcome::kMoved;
+    EnqueueStore(
+        context,
+        1u << lane,
+        "cp.async.bulk",
+        *place,
+        size,
+        [&machine, &inst, to, size, reduces, type, step](Operation&, const uint8_t* bytes) {
+          uint8_t* data = machine.FindGlobal(to, size, true);
+          if (!reduces) std::memcpy(data, bytes, size);
+          for (uint32_t i = 0; reduces && i < size; i += step) {
+            ReduceElement(type, ReductionOf(inst), bytes + i, data + i);
           }
         });
-    Enqueue(context, std::move(operation));
   }
   return Outcome::kNext;
 }
@@ -401,13 +300,6 @@ const TensorMap* MapAt(Context& context, int lane, uint64_t address) {
   return map;
 }
 
-// Whether the swizzled tile stays within its bytes, as far as that is known.
-bool CheckSwizzle(Context& context, int lane, const TensorMap& map, uint32_t offset) {
-  const std::string fault = CheckTile(map, offset);
-  if (!fault.empty()) context.machine.Misuse(context, lane, fault + ".");
-  return fault.empty();
-}
-
 std::vector<int32_t> Coordinates(const Context& context, const Inst& inst, int lane) {
   std::vector<int32_t> coordinates;
   const Program& program = context.machine.program();
@@ -418,80 +310,89 @@ std::vector<int32_t> Coordinates(const Context& context, const Inst& inst, int l
   return coordinates;
 }
 
-// source[0] shared address, source[1] map, source[3] mbarrier, source[4] CTA mask; the list:
-// coordinates.
+struct Tile {
+  const TensorMap* map = nullptr;
+  std::vector<int32_t> coordinates;
+};
+
+// The tile of a map (source[operand] and immediate[operand]) at the list's coordinates; none after
+// a report.
+std::optional<Tile> FindTile(Context& context, const Inst& inst, int lane, int operand) {
+  Tile tile{
+      MapAt(
+          context, lane, LaneValue(context, inst.source[operand], lane) + inst.immediate[operand]),
+      Coordinates(context, inst, lane)};
+  if (tile.map == nullptr) return std::nullopt;
+  std::string fault;
+  if (static_cast<int>(tile.coordinates.size()) != tile.map->rank) {
+    fault = "a tensor copy has " + std::to_string(tile.coordinates.size()) +
+            " coordinates for a map of rank " + std::to_string(tile.map->rank);
+  } else {
+    // That its address is aligned is checked where its place is found.
+    fault = CheckTile(*tile.map, 0);
+  }
+  if (fault.empty()) return tile;
+  context.machine.Misuse(context, lane, fault + ".");
+  return std::nullopt;
+}
+
+// Global memory as tiles see it: reports, at the end, that a tensor reaches outside of it.
+class TileMemory {
+ public:
+  TileMemory(Machine& machine, bool write) : machine_(machine), write_(write) {}
+  // Null outside.
+  uint8_t* Find(uint64_t address, uint32_t bytes) {
+    uint8_t* data = machine_.FindGlobal(address, bytes, write_);
+    in_range_ = in_range_ && data != nullptr;
+    return data;
+  }
+  bool Check(const Operation& operation) const {
+    if (!in_range_) {
+      machine_.OperationFault(operation,
+                              std::string("the tensor map reaches outside of the memory that the "
+                                          "launch may ") +
+                                  (write_ ? "write." : "read."));
+    }
+    return in_range_;
+  }
+
+ private:
+  Machine& machine_;
+  const bool write_;
+  bool in_range_ = true;
+};
+
+// source[1] map; the rest as FindTargets has it.
 Outcome TensorToShared(Context& context, const Inst& inst) {
   if (!SlotsAreFree(context)) return Outcome::kBlocked;
   Machine& machine = context.machine;
-  const bool cluster = inst.mode[0] & kClusterAddress;
   for (int lane = 0; lane < kLanes; ++lane) {
     if (!(context.mask >> lane & 1)) continue;
-    const TensorMap* map =
-        MapAt(context, lane, LaneValue(context, inst.source[1], lane) + inst.immediate[1]);
-    if (map == nullptr) return Outcome::kMoved;
-    const std::vector<int32_t> coordinates = Coordinates(context, inst, lane);
-    if (static_cast<int>(coordinates.size()) != map->rank) {
-      machine.Misuse(context,
-                     lane,
-                     "a tensor copy has " + std::to_string(coordinates.size()) +
-                         " coordinates for a map of rank " + std::to_string(map->rank) + ".");
-      return Outcome::kMoved;
-    }
-    const uint32_t size = TileBytes(*map);
-    const uint32_t to =
-        OwnRank(context,
-                static_cast<uint32_t>(LaneValue(context, inst.source[0], lane) + inst.immediate[0]),
-                cluster);
-    const uint32_t barrier =
-        OwnRank(context,
-                static_cast<uint32_t>(LaneValue(context, inst.source[3], lane) + inst.mode[3]),
-                cluster);
-    std::optional<Machine::SharedPlace> place, signal;
-    if (!CheckShared(context, lane, to, size, 128, &place) ||
-        !CheckShared(context, lane, barrier, 8, 8, &signal)) {
-      return Outcome::kMoved;
-    }
-    if (!CheckSwizzle(context, lane, *map, place->offset)) return Outcome::kMoved;
-    std::vector<Machine::SharedPlace> places, signals;
-    if (inst.mode[0] & kMulticast) {
-      const auto ctas = static_cast<uint32_t>(LaneValue(context, inst.source[4], lane));
-      for (const auto& one : context.cta.cluster->ctas) {
-        if (!(ctas >> one->rank & 1)) continue;
-        places.push_back({one.get(), place->offset});
-        signals.push_back({one.get(), signal->offset});
-      }
-    } else {
-      places.push_back(*place);
-      signals.push_back(*signal);
-    }
-    auto operation =
-        machine.NewOperation(context, lane, "tensor load", machine.TakeCopySlot(context.cta));
-    operation->run = [&machine, map, coordinates, places, signals, size](Operation& self) {
-      for (const Machine::SharedPlace& one : places) {
-        machine.AccessShared(self, one, size, true);
-        bool in_range = true;
-        ForEachTileChunk(*map, coordinates, one.offset, [&](const TileChunk& chunk) {
-          uint8_t* data = one.cta->shared.data() + chunk.shared_address;
-          if (chunk.first != 0 || chunk.last != 16) std::memcpy(data, FillPattern(*map).data(), 16);
-          if (chunk.first == chunk.last) return;
-          const uint32_t bytes = chunk.last - chunk.first;
-          const uint8_t* from =
-              machine.FindGlobal(chunk.global_address + chunk.first, bytes, false);
-          if (from == nullptr)
-            in_range = false;
-          else
-            std::memcpy(data + chunk.first, from, bytes);
-        });
-        if (!in_range) {
-          Fault(machine,
-                self,
-                "the tensor map reaches outside of the memory that the launch may read.");
-          return;
-        }
-      }
-      Complete(machine, self, signals, size);
-    };
-    Enqueue(context, std::move(operation));
+    const auto tile = FindTile(context, inst, lane, 1);
+    if (!tile) return Outcome::kMoved;
+    const uint32_t size = TileBytes(*tile->map);
+    auto targets = FindTargets(context, inst, lane, size, 128);
+    if (!targets) return Outcome::kMoved;
+    EnqueueLoad(context,
+                lane,
+                "tensor load",
+                *std::move(targets),
+                size,
+                [&machine, tile = *tile](Operation& self, const Machine::SharedPlace& place) {
+                  TileMemory memory(machine, false);
+                  LoadTile(
+                      *tile.map,
+                      tile.coordinates,
+                      place.offset,
+                      [&](uint64_t address, uint32_t bytes, uint8_t* to) {
+                        const uint8_t* from = memory.Find(address, bytes);
+                        if (from != nullptr) std::memcpy(to, from, bytes);
+                      },
+                      [&](uint32_t address, const uint8_t* from) {
+                        std::memcpy(place.cta->shared.data() + address, from, 16);
+                      });
+                  return memory.Check(self);
+                });
   }
   return Outcome::kNext;
 }
@@ -509,73 +410,57 @@ Outcome TensorToGlobal(Context& context, const Inst& inst) {
   uint32_t done = 0;
   for (int lane = 0; lane < kLanes; ++lane) {
     if (!((context.mask & ~done) >> lane & 1)) continue;
-    const TensorMap* map =
-        MapAt(context, lane, LaneValue(context, inst.source[0], lane) + inst.immediate[0]);
-    if (map == nullptr) return Outcome::kMoved;
-    const std::vector<int32_t> coordinates = Coordinates(context, inst, lane);
-    if (static_cast<int>(coordinates.size()) != map->rank) {
-      machine.Misuse(context,
-                     lane,
-                     "a tensor copy has " + std::to_string(coordinates.size()) +
-                         " coordinates for a map of rank " + std::to_string(map->rank) + ".");
+    const auto tile = FindTile(context, inst, lane, 0);
+    if (!tile) return Outcome::kMoved;
+    const bool reduces = inst.mode[0] & kReduce;
+    if (reduces && !CheckReduction(tile->map->type, ReductionOf(inst)).empty()) {
+      machine.Misuse(context, lane, "the elements of this tensor map cannot be combined so.");
       return Outcome::kMoved;
     }
-    uint32_t reduce = UINT32_MAX;
-    if (inst.mode[0] & kReduce) {
-      ReduceType type = ReduceType::kF32;
-      if (!ReduceTypeOf(*map, &type) ||
-          !IsReduction(static_cast<ReduceOperation>(inst.mode[2] >> 8), type)) {
-        machine.Misuse(context, lane, "the elements of this tensor map cannot be combined so.");
-        return Outcome::kMoved;
-      }
-      reduce = inst.mode[2] | static_cast<uint32_t>(type);
-    }
-    const uint32_t size = TileBytes(*map);
-    const uint32_t from =
-        OwnRank(context,
-                static_cast<uint32_t>(LaneValue(context, inst.source[1], lane) + inst.immediate[1]),
-                false);
-    std::optional<Machine::SharedPlace> place;
-    if (!CheckShared(context, lane, from, size, 128, &place)) return Outcome::kMoved;
-    if (!CheckSwizzle(context, lane, *map, place->offset)) return Outcome::kMoved;
-    auto operation =
-        machine.NewOperation(context, lane, "tensor store", machine.TakeCopySlot(context.cta));
+    const uint32_t size = TileBytes(*tile->map);
+    const uint32_t from = SharedAddress(context, inst.source[1], inst.immediate[1], lane);
+    const auto place = FindPlace(context, lane, from, size, 128);
+    if (!place) return Outcome::kMoved;
     // A store that a whole warp issues with the same operands, as kernels do, is issued once.
     uint32_t lanes = 1u << lane;
-    for (int other = lane + 1; other < kLanes && !(inst.mode[0] & kReduce); ++other) {
+    for (int other = lane + 1; other < kLanes && !reduces; ++other) {
       if (context.mask >> other & 1 && SameCopy(context, inst, lane, other)) lanes |= 1u << other;
     }
     done |= lanes;
-    const BulkGroups groups = CountInGroups(context, lanes, *operation);
-    auto tile = std::make_shared<std::vector<uint8_t>>(size);
-    const uint32_t offset = place->offset;
-    operation->run = InTwoSteps(
-        machine,
-        groups,
-        [&machine, place, tile](Operation& self) {
-          machine.AccessShared(self, *place, static_cast<uint32_t>(tile->size()), false);
-          std::memcpy(tile->data(), place->cta->shared.data() + place->offset, tile->size());
-        },
-        [&machine, map, coordinates, offset, tile, reduce](Operation& self) {
-          bool in_range = true;
-          ForEachTileChunk(*map, coordinates, offset, [&](const TileChunk& chunk) {
-            if (chunk.first == chunk.last) return;
-            const uint32_t bytes = chunk.last - chunk.first;
-            uint8_t* to = machine.FindGlobal(chunk.global_address + chunk.first, bytes, true);
-            const uint8_t* data = tile->data() + (chunk.shared_address - offset) + chunk.first;
-            if (to == nullptr)
-              in_range = false;
-            else if (reduce == UINT32_MAX)
-              std::memcpy(to, data, bytes);
-            else
-              CombineBytes(reduce, to, data, bytes);
-          });
-          if (!in_range)
-            Fault(machine,
-                  self,
-                  "the tensor map reaches outside of the memory that the launch may write.");
-        });
-    Enqueue(context, std::move(operation));
+    EnqueueStore(context,
+                 lanes,
+                 "tensor store",
+                 *place,
+                 size,
+                 [&machine, &inst, tile = *tile, offset = place->offset, reduces](
+                     Operation& self, const uint8_t* data) {
+                   TileMemory memory(machine, true);
+                   const auto read = [&](uint32_t address, uint8_t* to) {
+                     std::memcpy(to, data + (address - offset), 16);
+                   };
+                   if (reduces) {
+                     const TensorMapType type = tile.map->type;
+                     ReduceTile(*tile.map,
+                                tile.coordinates,
+                                offset,
+                                read,
+                                [&](uint64_t address, const uint8_t* from) {
+                                  uint8_t* to = memory.Find(address, ElementBytes(type));
+                                  if (to != nullptr)
+                                    ReduceElement(type, ReductionOf(inst), from, to);
+                                });
+                   } else {
+                     StoreTile(*tile.map,
+                               tile.coordinates,
+                               offset,
+                               read,
+                               [&](uint64_t address, uint32_t bytes, const uint8_t* from) {
+                                 uint8_t* to = memory.Find(address, bytes);
+                                 if (to != nullptr) std::memcpy(to, from, bytes);
+                               });
+                   }
+                   memory.Check(self);
+                 });
   }
   return Outcome::kNext;
 }
@@ -630,27 +515,28 @@ Outcome WaitBulkGroup(Context& context, const Inst& inst) {
 
 // ---- cp.async (one thread's 4 to 16 bytes)
 
+Slot CopySlot(const Context& context) {
+  return static_cast<Slot>(context.cta.first_slot + context.warp.index * kWarpSlots +
+                           kAsyncCopySlot);
+}
+
 // source[0] shared, source[1] global, source[2] bytes to read (the rest is zero); mode[1]: size.
 Outcome CopyAsync(Context& context, const Inst& inst) {
   Machine& machine = context.machine;
   const uint32_t size = inst.mode[1];
-  const auto slot =
-      static_cast<Slot>(context.cta.first_slot + context.warp.index * kWarpSlots + kAsyncCopySlot);
+  const Slot slot = CopySlot(context);
   const uint32_t time = ++machine.Time(context.cta, slot);
   for (int lane = 0; lane < kLanes; ++lane) {
     if (!(context.mask >> lane & 1)) continue;
-    const uint32_t to =
-        OwnRank(context,
-                static_cast<uint32_t>(LaneValue(context, inst.source[0], lane) + inst.immediate[0]),
-                false);
+    const uint32_t to = SharedAddress(context, inst.source[0], inst.immediate[0], lane);
     const uint64_t from =
         LaneValue(context, inst.source[1], lane) + static_cast<uint64_t>(inst.immediate[1]);
     const uint32_t bytes =
         inst.source[2]
             ? std::min(size, static_cast<uint32_t>(LaneValue(context, inst.source[2], lane)))
             : size;
-    std::optional<Machine::SharedPlace> place;
-    if (!CheckShared(context, lane, to, size, size, &place)) return Outcome::kMoved;
+    const auto place = FindPlace(context, lane, to, size, size);
+    if (!place) return Outcome::kMoved;
     const uint8_t* data = bytes == 0 ? nullptr : machine.FindGlobal(from, bytes, false);
     if (bytes != 0 && (data == nullptr || from % size != 0)) {
       machine.Misuse(context,
@@ -680,8 +566,7 @@ Outcome CopyAsync(Context& context, const Inst& inst) {
 }
 
 Outcome CommitCopyGroup(Context& context, const Inst&) {
-  const auto slot =
-      static_cast<Slot>(context.cta.first_slot + context.warp.index * kWarpSlots + kAsyncCopySlot);
+  const Slot slot = CopySlot(context);
   for (int lane = 0; lane < kLanes; ++lane) {
     if (!(context.mask >> lane & 1)) continue;
     auto& groups = context.warp.copy_groups[lane];
@@ -695,8 +580,7 @@ Outcome CommitCopyGroup(Context& context, const Inst&) {
 // immediate[0]: how many of the newest groups may be incomplete, or -1 for none, committed or not.
 Outcome WaitCopyGroup(Context& context, const Inst& inst) {
   Machine& machine = context.machine;
-  const auto slot =
-      static_cast<Slot>(context.cta.first_slot + context.warp.index * kWarpSlots + kAsyncCopySlot);
+  const Slot slot = CopySlot(context);
   if (inst.immediate[0] < 0) {
     machine.LearnSlot(context.warp, context.mask, slot);
     for (auto& groups : context.warp.copy_groups) groups.clear();
@@ -724,14 +608,10 @@ Outcome WaitCopyGroup(Context& context, const Inst& inst) {
 // is one of those that a phase expects.
 Outcome ArriveAfterCopies(Context& context, const Inst& inst) {
   Machine& machine = context.machine;
-  const auto slot =
-      static_cast<Slot>(context.cta.first_slot + context.warp.index * kWarpSlots + kAsyncCopySlot);
+  const Slot slot = CopySlot(context);
   for (int lane = 0; lane < kLanes; ++lane) {
     if (!(context.mask >> lane & 1)) continue;
-    const uint32_t address =
-        OwnRank(context,
-                static_cast<uint32_t>(LaneValue(context, inst.source[0], lane) + inst.immediate[0]),
-                false);
+    const uint32_t address = SharedAddress(context, inst.source[0], inst.immediate[0], lane);
     MBarrier* barrier = machine.FindBarrier(context.cta, address);
     if (barrier == nullptr || (inst.mode[1] && barrier->pending == 0)) {
       machine.Misuse(context,
@@ -750,24 +630,16 @@ Outcome ArriveAfterCopies(Context& context, const Inst& inst) {
 }
 
 // st.async: stores a lane's values in shared memory of the cluster, and signals their bytes.
-// source[0] address, source[3] mbarrier, the list: values; mode[1]: bytes of one; mode[3]: the
-// mbarrier's offset.
+// The list: values; mode[1]: bytes of one; the rest as FindTargets has it.
 Outcome StoreAsync(Context& context, const Inst& inst) {
   if (!SlotsAreFree(context)) return Outcome::kBlocked;
   Machine& machine = context.machine;
   const uint32_t size = inst.mode[1] * inst.source_count;
   for (int lane = 0; lane < kLanes; ++lane) {
     if (!(context.mask >> lane & 1)) continue;
-    const auto to =
-        static_cast<uint32_t>(LaneValue(context, inst.source[0], lane) + inst.immediate[0]);
-    const auto barrier =
-        static_cast<uint32_t>(LaneValue(context, inst.source[3], lane) + inst.mode[3]);
-    std::optional<Machine::SharedPlace> place, signal;
-    if (!CheckShared(context, lane, to, size, size, &place) ||
-        !CheckShared(context, lane, barrier, 8, 8, &signal)) {
-      return Outcome::kMoved;
-    }
-    if (place->cta != signal->cta) {
+    auto targets = FindTargets(context, inst, lane, size, size);
+    if (!targets) return Outcome::kMoved;
+    if (targets->places[0].cta != targets->barriers[0].cta) {
       machine.Misuse(
           context, lane, "st.async signals an mbarrier of another CTA than the one it stores to.");
       return Outcome::kMoved;
@@ -778,51 +650,49 @@ Outcome StoreAsync(Context& context, const Inst& inst) {
           LaneValue(context, machine.program().refs[inst.first_source + i], lane);
       std::memcpy(bytes.data() + i * inst.mode[1], &value, inst.mode[1]);
     }
-    auto operation =
-        machine.NewOperation(context, lane, "st.async", machine.TakeCopySlot(context.cta));
-    operation->run = [&machine, place = *place, signal = *signal, bytes, size](Operation& self) {
-      machine.AccessShared(self, place, size, true);
-      std::memcpy(place.cta->shared.data() + place.offset, bytes.data(), size);
-      Complete(machine, self, {signal}, size);
-    };
-    Enqueue(context, std::move(operation));
+    EnqueueLoad(context,
+                lane,
+                "st.async",
+                *std::move(targets),
+                size,
+                [bytes, size](Operation&, const Machine::SharedPlace& place) {
+                  std::memcpy(place.cta->shared.data() + place.offset, bytes.data(), size);
+                  return true;
+                });
   }
   return Outcome::kNext;
 }
 
 // ---- Decoding
 
-bool TakeReduction(Parts& parts, uint32_t* mode) {
-  static constexpr std::pair<std::string_view, ReduceOperation> kOperations[] = {
-      {"add", ReduceOperation::kAdd},
-      {"min", ReduceOperation::kMin},
-      {"max", ReduceOperation::kMax},
-      {"and", ReduceOperation::kAnd},
-      {"or", ReduceOperation::kOr},
-      {"xor", ReduceOperation::kXor}};
-  for (const auto& [name, operation] : kOperations) {
-    if (!parts.Take(name)) continue;
-    *mode = static_cast<uint32_t>(operation) << 8;
-    return true;
+bool TakeReduction(Parts& parts, Reduction* reduction) {
+  static constexpr std::pair<std::string_view, Reduction> kReductions[] = {
+      {"add", Reduction::kAdd},
+      {"min", Reduction::kMin},
+      {"max", Reduction::kMax},
+      {"and", Reduction::kAnd},
+      {"or", Reduction::kOr},
+      {"xor", Reduction::kXor}};
+  for (const auto& [name, one] : kReductions) {
+    if (parts.Take(name)) return *reduction = one, true;
   }
   return false;
 }
 
-bool TakeReductionType(Parts& parts, uint32_t* mode) {
-  static constexpr std::pair<std::string_view, ReduceType> kTypes[] = {{"f32", ReduceType::kF32},
-                                                                       {"s32", ReduceType::kS32},
-                                                                       {"u32", ReduceType::kU32},
-                                                                       {"b32", ReduceType::kU32},
-                                                                       {"s64", ReduceType::kS64},
-                                                                       {"u64", ReduceType::kU64},
-                                                                       {"b64", ReduceType::kU64},
-                                                                       {"f64", ReduceType::kF64},
-                                                                       {"f16", ReduceType::kF16},
-                                                                       {"bf16", ReduceType::kBf16}};
-  for (const auto& [name, type] : kTypes) {
-    if (!parts.Take(name)) continue;
-    *mode |= static_cast<uint32_t>(type);
-    return true;
+bool TakeReductionType(Parts& parts, TensorMapType* type) {
+  static constexpr std::pair<std::string_view, TensorMapType> kTypes[] = {
+      {"f32", TensorMapType::kFloat32},
+      {"s32", TensorMapType::kInt32},
+      {"u32", TensorMapType::kUint32},
+      {"b32", TensorMapType::kUint32},
+      {"s64", TensorMapType::kInt64},
+      {"u64", TensorMapType::kUint64},
+      {"b64", TensorMapType::kUint64},
+      {"f64", TensorMapType::kFloat64},
+      {"f16", TensorMapType::kFloat16},
+      {"bf16", TensorMapType::kBfloat16}};
+  for (const auto& [name, one] : kTypes) {
+    if (parts.Take(name)) return *type = one, true;
   }
   return false;
 }
@@ -857,7 +727,8 @@ void DecodeBulk(Decoder& decoder, Parts& parts, bool is_reduce) {
     flags |= kToGlobal;
     if (!parts.Take("shared::cta"))
       decoder.Fail("a bulk copy to global memory comes from .shared::cta.");
-    if (is_reduce && tensor && !TakeReduction(parts, &inst.mode[2]))
+    Reduction reduction = Reduction::kAdd;
+    if (is_reduce && tensor && !TakeReduction(parts, &reduction))
       decoder.Fail("this reduction is not supported.");
     parts.Take("tile");
     if (!parts.Take("bulk_group"))
@@ -865,17 +736,17 @@ void DecodeBulk(Decoder& decoder, Parts& parts, bool is_reduce) {
     const bool policy = parts.Take("L2::cache_hint");
     if (is_reduce && !tensor) {
       // An addition of halves, and nothing else, has .noftz.
-      bool known = TakeReduction(parts, &inst.mode[2]);
+      TensorMapType type = TensorMapType::kFloat32;
+      bool known = TakeReduction(parts, &reduction);
       const bool noftz = parts.Take("noftz");
-      known = known && TakeReductionType(parts, &inst.mode[2]);
-      const auto operation = static_cast<ReduceOperation>(inst.mode[2] >> 8);
-      const auto type = static_cast<ReduceType>(inst.mode[2] & 0xff);
-      const bool is_half_sum = operation == ReduceOperation::kAdd &&
-                               (type == ReduceType::kF16 || type == ReduceType::kBf16);
-      if (!known || noftz != is_half_sum || !IsReduction(operation, type)) {
+      known = known && TakeReductionType(parts, &type);
+      const bool is_half_sum = reduction == Reduction::kAdd && ElementBytes(type) == 2;
+      if (!known || noftz != is_half_sum || !CheckReduction(type, reduction).empty()) {
         decoder.Fail("this reduction is not supported.");
       }
+      inst.mode[2] = static_cast<uint32_t>(type);
     }
+    inst.mode[1] = static_cast<uint32_t>(reduction);
     const size_t operands = (tensor ? 2 : 3) + policy;
     decoder.ExpectOperands(operands, operands);
     if (tensor) {
@@ -955,6 +826,7 @@ void DecodeStoreAsync(Decoder& decoder, Parts& parts) {
   inst.source[3] = decoder.Address(decoder.Operand(2), &offset);
   inst.mode[3] = static_cast<uint32_t>(offset);
   inst.mode[1] = static_cast<uint32_t>(bits) / 8;
+  inst.mode[0] = kClusterAddress;
   inst.execute = StoreAsync;
   inst.describe_wait = WaitsForCopies;
 }
