@@ -32,6 +32,20 @@ def _text(size_of: str, text_of: str, program: ctypes.c_void_p) -> str:
     return text.value.decode()
 
 
+def _compile(source: str, arch: str, options: tuple[str, ...]) -> ctypes.c_void_p:
+    """A compiled program, which the caller destroys; raises RuntimeError with the compiler's messages."""
+    library = _library()
+    program = ctypes.c_void_p()
+    _check(library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None))
+    arguments = [f"--gpu-architecture={arch}", "--std=c++17", "--generate-line-info", "--diag-suppress=177", *options]
+    encoded = (ctypes.c_char_p * len(arguments))(*(x.encode() for x in arguments))
+    if library.nvrtcCompileProgram(program, len(arguments), encoded):
+        log = _text("nvrtcGetProgramLogSize", "nvrtcGetProgramLog", program)
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+        raise RuntimeError(log)
+    return program
+
+
 @functools.cache
 def compile_ptx(source: str, arch: str = "compute_100a", options: tuple[str, ...] = ()) -> str:
     """The PTX of CUDA C++ text; raises RuntimeError with the compiler's messages.
@@ -41,15 +55,21 @@ def compile_ptx(source: str, arch: str = "compute_100a", options: tuple[str, ...
       arch: of the PTX.
       options: of the compiler, besides.
     """
-    library = _library()
-    program = ctypes.c_void_p()
-    _check(library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None))
-    arguments = [f"--gpu-architecture={arch}", "--std=c++17", "--generate-line-info", "--diag-suppress=177", *options]
-    encoded = (ctypes.c_char_p * len(arguments))(*(x.encode() for x in arguments))
+    program = _compile(source, arch, options)
     try:
-        status = library.nvrtcCompileProgram(program, len(arguments), encoded)
-        if status:
-            raise RuntimeError(_text("nvrtcGetProgramLogSize", "nvrtcGetProgramLog", program))
         return _text("nvrtcGetPTXSize", "nvrtcGetPTX", program)
     finally:
-        library.nvrtcDestroyProgram(ctypes.byref(program))
+        _library().nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def compile_cubin(source: str, arch: str, options: tuple[str, ...] = ()) -> tuple[bytes, str]:
+    """The machine code of CUDA C++ text for a GPU such as sm_90a, and what the compilers remarked on."""
+    program = _compile(source, arch, options)
+    try:
+        size = ctypes.c_size_t()
+        _check(_library().nvrtcGetCUBINSize(program, ctypes.byref(size)))
+        image = ctypes.create_string_buffer(size.value)
+        _check(_library().nvrtcGetCUBIN(program, image))
+        return image.raw, _text("nvrtcGetProgramLogSize", "nvrtcGetProgramLog", program)
+    finally:
+        _library().nvrtcDestroyProgram(ctypes.byref(program))
