@@ -670,6 +670,8 @@ bool TakeReduction(Parts& parts, Reduction* reduction) {
       {"add", Reduction::kAdd},
       {"min", Reduction::kMin},
       {"max", Reduction::kMax},
+      {"inc", Reduction::kInc},
+      {"dec", Reduction::kDec},
       {"and", Reduction::kAnd},
       {"or", Reduction::kOr},
       {"xor", Reduction::kXor}};
