@@ -38,6 +38,22 @@ uint64_t LaneAddress(const Context& context, const Ref& base, int64_t offset, in
   return base.bits == 64 ? address : address & 0xffffffff;
 }
 
+// Where a generic address lies.
+Area AreaOf(uint64_t address) {
+  switch (address & ~UINT64_C(0xffffffff)) {
+    case Machine::kSharedWindow:
+      return Area::kSharedCluster;
+    case Machine::kLocalWindow:
+      return Area::kLocal;
+    case Machine::kParameterWindow:
+      return Area::kParam;
+    case Machine::kConstWindow:
+      return Area::kConst;
+    default:
+      return Area::kGlobal;
+  }
+}
+
 // The bytes of one lane's access, checked. Null after a report.
 uint8_t* Find(Context& context,
               Area area,
@@ -67,22 +83,7 @@ uint8_t* Find(Context& context,
     return nullptr;
   }
   if (area == Area::kGeneric) {
-    switch (address & ~UINT64_C(0xffffffff)) {
-      case Machine::kSharedWindow:
-        area = Area::kSharedCluster;
-        break;
-      case Machine::kLocalWindow:
-        area = Area::kLocal;
-        break;
-      case Machine::kParameterWindow:
-        area = Area::kParam;
-        break;
-      case Machine::kConstWindow:
-        area = Area::kConst;
-        break;
-      default:
-        area = Area::kGlobal;
-    }
+    area = AreaOf(address);
     if (area != Area::kGlobal) address &= 0xffffffff;
   }
   switch (area) {
@@ -314,17 +315,10 @@ enum AtomicOperation : uint32_t {
   kDecrement
 };
 
-uint64_t Combine(uint32_t operation, const ValueType& type, uint64_t old, uint64_t x, uint64_t y) {
-  const auto floats = [&](auto zero) {
-    using Float = decltype(zero);
-    Float a, b;
-    std::memcpy(&a, &old, sizeof(a));
-    std::memcpy(&b, &x, sizeof(b));
-    const Float sum = a + b;
-    uint64_t bits = 0;
-    std::memcpy(&bits, &sum, sizeof(sum));
-    return bits;
-  };
+// ftz: whether f32 sums flush subnormal numbers, as they do in global memory and not in shared
+// memory (PTX ISA, atom).
+uint64_t Combine(
+    uint32_t operation, const ValueType& type, bool ftz, uint64_t old, uint64_t x, uint64_t y) {
   const auto extend = [&](uint64_t value) {
     const int shift = 64 - static_cast<int>(type.bits);
     return static_cast<int64_t>(value << shift) >> shift;
@@ -336,7 +330,14 @@ uint64_t Combine(uint32_t operation, const ValueType& type, uint64_t old, uint64
         const auto sum = [half](uint16_t a, uint16_t b) { return HalfAdd(half, a, b); };
         return PerHalf(sum, static_cast<uint32_t>(old), static_cast<uint32_t>(x));
       }
-      if (type.is_float) return type.bits == 64 ? floats(double()) : floats(float());
+      if (type.is_float && type.bits == 64) {
+        return std::bit_cast<uint64_t>(std::bit_cast<double>(old) + std::bit_cast<double>(x));
+      }
+      if (type.is_float) {
+        return std::bit_cast<uint32_t>(Add(std::bit_cast<float>(static_cast<uint32_t>(old)),
+                                           std::bit_cast<float>(static_cast<uint32_t>(x)),
+                                           {.ftz = ftz}));
+      }
       return old + x;
     case kExchange:
       return x;
@@ -373,6 +374,7 @@ Outcome Atomic(Context& context, const Inst& inst) {
   for (int lane = 0; lane < kLanes; ++lane) {
     if (!(context.mask >> lane & 1)) continue;
     const uint64_t address = LaneAddress(context, inst.source[0], inst.immediate[0], lane);
+    const bool ftz = (area == Area::kGeneric ? AreaOf(address) : area) == Area::kGlobal;
     const uint32_t elements = std::max<uint32_t>(1, inst.source_count);
     uint8_t* bytes = Find(context, area, address, size * elements, lane, true, false);
     if (bytes == nullptr) return Outcome::kMoved;
@@ -385,7 +387,7 @@ Outcome Atomic(Context& context, const Inst& inst) {
           reinterpret_cast<uint8_t*>(&x),
           size);
       if (inst.source[2]) Get(context, inst.source[2], lane, reinterpret_cast<uint8_t*>(&y), size);
-      const uint64_t result = Combine(inst.mode[1], type, old, x, y);
+      const uint64_t result = Combine(inst.mode[1], type, ftz, old, x, y);
       std::memcpy(bytes + i * size, &result, size);
       if (inst.destination[0])
         Put(context, inst.destination[0], lane, reinterpret_cast<uint8_t*>(&old), size, false);
