@@ -179,6 +179,18 @@ def _tensor_data(random: _Random, shape: tuple[int, ...], dtype: Any) -> np.ndar
     return random.floats(shape, dtype, (-6, 6))
 
 
+_REDUCE: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    "add": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "inc": lambda old, x: np.where(old >= x, 0, old + 1).astype(old.dtype),
+    "dec": lambda old, x: np.where((old == 0) | (old > x), x, old - 1).astype(old.dtype),
+}
+
+
 def _tensor_copy(random: _Random, rank: int, dtype: Any, swizzle: int, reduce: str = "", data: str = "plain") -> Case:
     size = np.dtype(dtype).itemsize
     inner = (swizzle or 48) // size
@@ -196,14 +208,15 @@ def _tensor_copy(random: _Random, rank: int, dtype: Any, swizzle: int, reduce: s
     elif data == "special":
         tensor, old = (random.some(x, [0.0, -0.0, np.inf, -np.inf, np.nan], 3) for x in (tensor, old))
     bytes_ = int(np.prod(box)) * size
+    integers = np.dtype(dtype).kind in "iu"
     raw = np.zeros((len(at), bytes_), np.uint8)
-    back: np.ndarray | None = old.copy()
+    back = old.copy()
     for image, place in zip(raw, at, strict=True):
         tile = _tile(tensor, box, place)
         image[_swizzled(np.arange(bytes_), swizzle)] = _bits(tile).reshape(-1)
         window = tuple(slice(max(c, 0), max(c + n, 0)) for c, n in zip(place[::-1], box[::-1], strict=True))
-        if not reduce:
-            back[window] = tensor[window]
+        with np.errstate(all="ignore"):
+            back[window] = _REDUCE[reduce](back[window], tensor[window]) if reduce else tensor[window]
     return Case(
         f"tensor_{rank}d{'_' * bool(reduce)}{reduce}",
         kernels.tensor_copy(rank, reduce),
@@ -216,7 +229,7 @@ def _tensor_copy(random: _Random, rank: int, dtype: Any, swizzle: int, reduce: s
         ],
         grid=len(at),
         shared=bytes_,
-        expected=[raw.view(U32), None if reduce else back],
+        expected=[raw.view(U32), back if integers or not reduce else None],
     )
 
 
@@ -313,6 +326,7 @@ def _bulk_reduction(random: _Random, name: str, data: str = "plain") -> Case:
         [changed(old), x, x.nbytes],
         block=32,
         shared=x.nbytes,
+        expected=[_REDUCE[name.split(".")[0]](old, x) if np.dtype(dtype).kind in "iu" else None],
     )
 
 
@@ -825,25 +839,12 @@ def _warp(random: _Random) -> Case:
 
 _case("warp", _warp)
 
-SPECIAL_WORDS = np.array(
-    [
-        0,
-        1,
-        2,
-        0x007FFFFF,
-        0x00800000,
-        0x00800001,
-        0x33800000,
-        0x3EFFFFFF,
-        0x3F000000,
-        0x3F7FFFFF,
-        0x3F800000,
-        0x3F800001,
-    ]
-    + [0x40000000, 0x477FE000, 0x477FF000, 0x4B000000, 0x4EFFFFFF, 0x4F000000, 0x7E800000, 0x7F7FFFFF, 0x7F800000]
-    + [0x7F800001, 0x7FBFFFFF, 0x7FC00000, 0x7FFFFFFF],
-    U32,
-)
+# Zero, subnormals, the least normal numbers; what rounds to integers and to 16 bits; the largest; infinity and NaNs.
+_SPECIAL = """
+    00000000 00000001 00000002 007fffff 00800000 00800001 33800000 3effffff 3f000000 3f7fffff 3f800000 3f800001
+    40000000 477fe000 477ff000 4b000000 4effffff 4f000000 7e800000 7f7fffff 7f800000 7f800001 7fbfffff 7fc00000
+    7fffffff"""
+SPECIAL_WORDS = np.array([int(word, 16) for word in _SPECIAL.split()], U32)
 SPECIAL_WORDS = np.concatenate([SPECIAL_WORDS, SPECIAL_WORDS | U32(1 << 31)])
 
 
