@@ -317,7 +317,8 @@ struct Tile {
 
 // The tile of a map (source[operand] and immediate[operand]) at the list's coordinates; none after
 // a report.
-std::optional<Tile> FindTile(Context& context, const Inst& inst, int lane, int operand) {
+std::optional<Tile> FindTile(
+    Context& context, const Inst& inst, int lane, int operand, bool is_store) {
   Tile tile{
       MapAt(
           context, lane, LaneValue(context, inst.source[operand], lane) + inst.immediate[operand]),
@@ -330,6 +331,7 @@ std::optional<Tile> FindTile(Context& context, const Inst& inst, int lane, int o
   } else {
     // That its address is aligned is checked where its place is found.
     fault = CheckTile(*tile.map, 0);
+    if (fault.empty()) fault = CheckCoordinates(*tile.map, tile.coordinates, is_store);
   }
   if (fault.empty()) return tile;
   context.machine.Misuse(context, lane, fault + ".");
@@ -368,7 +370,7 @@ Outcome TensorToShared(Context& context, const Inst& inst) {
   Machine& machine = context.machine;
   for (int lane = 0; lane < kLanes; ++lane) {
     if (!(context.mask >> lane & 1)) continue;
-    const auto tile = FindTile(context, inst, lane, 1);
+    const auto tile = FindTile(context, inst, lane, 1, false);
     if (!tile) return Outcome::kMoved;
     const uint32_t size = TileBytes(*tile->map);
     auto targets = FindTargets(context, inst, lane, size, 128);
@@ -410,7 +412,7 @@ Outcome TensorToGlobal(Context& context, const Inst& inst) {
   uint32_t done = 0;
   for (int lane = 0; lane < kLanes; ++lane) {
     if (!((context.mask & ~done) >> lane & 1)) continue;
-    const auto tile = FindTile(context, inst, lane, 0);
+    const auto tile = FindTile(context, inst, lane, 0, true);
     if (!tile) return Outcome::kMoved;
     const bool reduces = inst.mode[0] & kReduce;
     if (reduces && !CheckReduction(tile->map->type, ReductionOf(inst)).empty()) {

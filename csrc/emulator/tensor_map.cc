@@ -214,6 +214,22 @@ std::string CheckTile(const TensorMap& map, uint32_t shared_address) {
   return "";
 }
 
+std::string CheckCoordinates(const TensorMap& map,
+                             std::span<const int32_t> coordinates,
+                             bool is_store) {
+  const auto element = static_cast<int32_t>(ElementBytes(map.type));
+  if (coordinates[0] % (16 / element) != 0) {
+    return "the innermost coordinate of a tile is " + std::to_string(coordinates[0]) +
+           ", which is no multiple of 16 bytes (" + std::to_string(16 / element) + " elements)";
+  }
+  for (const int32_t coordinate : coordinates) {
+    if (!is_store || coordinate >= 0) continue;
+    return "a tile is stored at coordinate " + std::to_string(coordinate) +
+           ", but the copy engine stores at non-negative ones only";
+  }
+  return "";
+}
+
 std::array<uint8_t, 16> FillPattern(const TensorMap& map) {
   std::array<uint8_t, 16> fill = {};
   if (!map.fill_nan) return fill;
@@ -289,8 +305,7 @@ void ReduceElement(TensorMapType type,
     case TensorMapType::kFloat64:
       return Apply<double>(source, destination, [](double a, double b) { return a + b; });
     default:
-      return Apply<float>(
-          source, destination, [](float a, float b) { return Add(a, b, {.ftz = true}); });
+      return Apply<float>(source, destination, [](float a, float b) { return Add(a, b, {}); });
   }
 }
 

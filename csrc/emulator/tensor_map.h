@@ -101,6 +101,14 @@ uint32_t TileBytes(const TensorMap& map);
 // What is wrong with a tile at this address of shared memory, or "".
 std::string CheckTile(const TensorMap& map, uint32_t shared_address);
 
+// What the copy engine refuses about a tile's coordinates, one for each dimension, or "". An H200
+// ends a kernel with an illegal instruction where the innermost coordinate is no multiple of 16
+// bytes, and where that of a store is negative in any dimension. All other tiles may lie partly or
+// wholly outside of the tensor: loads are filled there, stores clipped.
+std::string CheckCoordinates(const TensorMap& map,
+                             std::span<const int32_t> coordinates,
+                             bool is_store);
+
 // 16 bytes of a tile. Bytes [first, last) of them lie within the tensor, where byte i of the chunk
 // is byte global_address + i of global memory; a load fills the others, a store leaves them out.
 struct TileChunk {
@@ -201,8 +209,8 @@ enum class Reduction : uint8_t { kAdd, kMin, kMax, kInc, kDec, kAnd, kOr, kXor }
 // What is wrong with reducing elements of this type so, or "".
 std::string CheckReduction(TensorMapType type, Reduction reduction);
 
-// destination = destination (op) source, for one element. f32 sums flush subnormal numbers, as
-// global atomics do; f16 and bf16 sums keep them (.noftz). CheckReduction said "".
+// destination = destination (op) source, for one element. Sums keep subnormal numbers (an H200's
+// do, where its f32 atomics in global memory flush them). CheckReduction said "".
 void ReduceElement(TensorMapType type,
                    Reduction reduction,
                    const uint8_t* source,

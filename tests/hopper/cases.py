@@ -193,13 +193,15 @@ _REDUCE: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 
 def _tensor_copy(random: _Random, rank: int, dtype: Any, swizzle: int, reduce: str = "", data: str = "plain") -> Case:
     size = np.dtype(dtype).itemsize
-    inner = (swizzle or 48) // size
+    inner, unit = (swizzle or 48) // size, 16 // size
     outer, box, places = _PLACES[rank - 1]
-    length = 3 * inner - 16 // size
-    starts = [inner // 2, length - inner // 2, -(inner // 2), 3 * inner]
+    length = 5 * inner - unit
+    # Loads partly and wholly out of bounds; stores beside each other, as they have no order, at no negative coordinate.
+    starts = [(unit, inner), (4 * inner, 4 * inner), (-unit, 2 * inner), (length + unit, length + unit)]
     if reduce:
-        places, starts = places[:3], [0, length - inner // 2, -(inner // 2)]
-    at = [(start, *place) for start, place in zip(starts, places, strict=True)]
+        places, starts = places[:3], starts[:3]
+    from_ = [(start, *place) for (start, _), place in zip(starts, places, strict=True)]
+    to = [(start, *(max(x, 0) for x in place)) for (_, start), place in zip(starts, places, strict=True)]
     box, shape = (inner, *box), (*outer[::-1], length)
     tensor, old = _tensor_data(random, shape, dtype), _tensor_data(random, shape, dtype)
     if data == "tiny":  # sums of which some, or some of whose terms, are subnormal
@@ -209,25 +211,27 @@ def _tensor_copy(random: _Random, rank: int, dtype: Any, swizzle: int, reduce: s
         tensor, old = (random.some(x, [0.0, -0.0, np.inf, -np.inf, np.nan], 3) for x in (tensor, old))
     bytes_ = int(np.prod(box)) * size
     integers = np.dtype(dtype).kind in "iu"
-    raw = np.zeros((len(at), bytes_), np.uint8)
+    raw = np.zeros((len(to), bytes_), np.uint8)
     back = old.copy()
-    for image, place in zip(raw, at, strict=True):
-        tile = _tile(tensor, box, place)
+    for image, source, target in zip(raw, from_, to, strict=True):
+        tile = _tile(tensor, box, source)
         image[_swizzled(np.arange(bytes_), swizzle)] = _bits(tile).reshape(-1)
-        window = tuple(slice(max(c, 0), max(c + n, 0)) for c, n in zip(place[::-1], box[::-1], strict=True))
+        window = back[tuple(slice(c, c + n) for c, n in zip(target[::-1], box[::-1], strict=True))]
+        tile = tile[tuple(slice(n) for n in window.shape)]
         with np.errstate(all="ignore"):
-            back[window] = _REDUCE[reduce](back[window], tensor[window]) if reduce else tensor[window]
+            window[...] = _REDUCE[reduce](window, tile) if reduce else tile
     return Case(
         f"tensor_{rank}d{'_' * bool(reduce)}{reduce}",
         kernels.tensor_copy(rank, reduce),
         [
-            Output((len(at), bytes_ // 4), U32),
-            np.array(at, np.int32),
+            Output((len(to), bytes_ // 4), U32),
+            np.array(from_, np.int32),
+            np.array(to, np.int32),
             bytes_,
             Map(tensor, box, swizzle),
             Map(changed(old), box, swizzle),
         ],
-        grid=len(at),
+        grid=len(to),
         shared=bytes_,
         expected=[raw.view(U32), back if integers or not reduce else None],
     )

@@ -67,19 +67,19 @@ def _listed(template: str, count: int) -> str:
 
 
 def tensor_copy(rank: int, reduce: str = "") -> str:
-    """Each CTA loads the box at its coordinates, writes it out raw, and stores (or adds) it through another map."""
+    """Each CTA loads a box, writes it out raw, and stores (or reduces) it through another map at other coordinates."""
     coordinates = ", ".join(f"%{i + 2}" for i in range(rank))
-    values = ", ".join(f'"r"(at[{rank} * blockIdx.x + {i}])' for i in range(rank))
+    from_, to = (", ".join(f'"r"({x}[{rank} * blockIdx.x + {i}])' for i in range(rank)) for x in ("from", "to"))
     store = f"cp.{'reduce.' * bool(reduce)}async.bulk.tensor.{rank}d.global.shared::cta.{reduce}{'.' * bool(reduce)}"
     return f"""
-    KERNEL(128)(u32* raw, const int* at, u32 bytes, const __grid_constant__ Map map,
+    KERNEL(128)(u32* raw, const int* from, const int* to, u32 bytes, const __grid_constant__ Map map,
                 const __grid_constant__ Map back) {{
       SHARED
       if (threadIdx.x == 0) {{
         Init(barriers, 1); InitFence(); Expect(barriers, bytes);
         asm volatile("cp.async.bulk.tensor.{rank}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
                      "[%0], [%1, {{{coordinates}}}], [%{rank + 2}];"
-                     :: "r"(Shared(x)), "l"(&map), {values}, "r"(Shared(barriers)) : "memory");
+                     :: "r"(Shared(x)), "l"(&map), {from_}, "r"(Shared(barriers)) : "memory");
       }}
       __syncthreads();
       Wait(barriers, 0);
@@ -88,7 +88,7 @@ def tensor_copy(rank: int, reduce: str = "") -> str:
       }}
       if (threadIdx.x == 0) {{
         asm volatile("{store}tile.bulk_group [%1, {{{coordinates}}}], [%0];"
-                     :: "r"(Shared(x)), "l"(&back), {values} : "memory");
+                     :: "r"(Shared(x)), "l"(&back), {to} : "memory");
         Commit(); WaitAll();
       }}
     }}"""
@@ -726,7 +726,8 @@ KERNEL(256)(u64* out, const u64* in, u32 count) {
   ROW(4, "mul.wide.u32 %0, %3, %4;") ROW(5, "mul.wide.s32 %0, %3, %4;") ROW(6, "mul.lo.u64 %0, %1, %2;")
   ROW(7, "mul.hi.u64 %0, %1, %2;") ROW(8, "mul.hi.s64 %0, %1, %2;") ROW(9, "mad.wide.u32 %0, %3, %4, %1;")
   ROW(10, "shl.b64 %0, %1, %4;") ROW(11, "shr.s64 %0, %1, %4;") ROW(12, "shr.u64 %0, %1, %4;")
-  ROW(13, "min.s64 %0, %1, %2;") ROW(14, "max.u64 %0, %1, %2;") ROW(15, "bfe.s64 %0, %1, %3, %4;")
+  ROW(13, "min.s64 %0, %1, %2;") ROW(14, "max.u64 %0, %1, %2;")
+  asm volatile("bfe.s64 %0, %1, %2, %3;" : "=l"(r) : "l"(a), "r"(al & 255), "r"(bl & 255)); out[15 * count + i] = r;
 }"""
 
 
