@@ -23,6 +23,7 @@ import ctypes
 import json
 import os
 import re
+import shlex
 import struct
 import subprocess
 import sys
@@ -972,17 +973,9 @@ def run(folder: Path, variant: Variant) -> bool:
         scratch = Path(name)
         if not variant.triton:
             (scratch / "recorder.c").write_text(RECORDER)
-            subprocess.run(
-                [
-                    os.environ.get("CC", "cc"),
-                    "-shared",
-                    "-fPIC",
-                    "-o",
-                    scratch / "librecorder.so",
-                    scratch / "recorder.c",
-                ],
-                check=True,
-            )
+            compiler = shlex.split(os.environ.get("CC") or "cc")
+            arguments = ["-shared", "-fPIC", "-o", scratch / "librecorder.so", scratch / "recorder.c"]
+            subprocess.run([*compiler, *arguments], check=True)
         command = [sys.executable, "-W", "ignore", __file__, str(folder), variant.name, "--here"]
         return subprocess.run(command, env=environment(variant, scratch), check=False).returncode == 0
 
