@@ -112,7 +112,7 @@ def generate(folder: Path, workers: int) -> None:
         call(
             "Installing FlashAttention-4 and Triton: about 3 GB to download.",
             "pip could not install tests/outside/requirements.txt. That takes a package index within reach, x86-64 "
-            "Linux, and a Python from 3.11 to 3.14. Or generate the kernels elsewhere, and name their folder with "
+            "Linux, and a Python from 3.11 to 3.13. Or generate the kernels elsewhere, and name their folder with "
             "--ptx.",
             *("-m", "pip", "install", "--no-compile", "--progress-bar=off", "-r", HERE / "requirements.txt"),
         )
