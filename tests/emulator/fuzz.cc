@@ -360,14 +360,20 @@ Counts counts;
 uint64_t current_seed = 0, current_input = 0;
 bool is_printed = false;  // the text of the input
 
-void OnTimeout(int) {
+// Whatever goes wrong ends in SIGABRT.
+void OnAbort(int) {
   char text[128];
   const int size = std::snprintf(text,
                                  sizeof(text),
-                                 "\nHANG: --seed %llu --only %llu\n",
+                                 "\nFAILED: --seed %llu --only %llu\n",
                                  static_cast<unsigned long long>(current_seed),
                                  static_cast<unsigned long long>(current_input));
   if (write(2, text, static_cast<size_t>(size)) < 0) _exit(3);
+}
+
+void OnTimeout(int) {
+  constexpr std::string_view kText = "\nthe input takes too long\n";
+  if (write(2, kText.data(), kText.size()) < 0) _exit(3);
   std::abort();
 }
 
@@ -952,11 +958,7 @@ void RunProgram(Random& random,
   else
     ++counts.reports;
   if (size > 1 << 20) {
-    std::fprintf(stderr,
-                 "reports of %zu characters: --seed %llu --only %llu\n",
-                 size,
-                 static_cast<unsigned long long>(current_seed),
-                 static_cast<unsigned long long>(current_input));
+    std::fprintf(stderr, "reports of %zu characters\n", size);
     std::abort();
   }
 }
@@ -1059,6 +1061,7 @@ int Main(int argc, char** argv) {
   opcodes.assign(all_opcodes.begin(), all_opcodes.end());
   suffixes.assign(all_suffixes.begin(), all_suffixes.end());
   std::signal(SIGVTALRM, OnTimeout);
+  std::signal(SIGABRT, OnAbort);
   const std::clock_t start = std::clock();
   for (current_input = only == UINT64_MAX ? 0 : only;; ++current_input) {
     if (std::clock() - start > seconds * CLOCKS_PER_SEC) break;
@@ -1079,12 +1082,8 @@ int Main(int argc, char** argv) {
     rusage usage;
     getrusage(RUSAGE_SELF, &usage);
     if (usage.ru_maxrss > kMaxResidentKb) {
-      std::fprintf(stderr,
-                   "MEMORY %ld MiB: --seed %llu --only %llu\n",
-                   usage.ru_maxrss >> 10,
-                   static_cast<unsigned long long>(current_seed),
-                   static_cast<unsigned long long>(current_input));
-      return 1;
+      std::fprintf(stderr, "%ld MiB of memory\n", usage.ru_maxrss >> 10);
+      std::abort();
     }
     if (only != UINT64_MAX) break;
   }
@@ -1109,5 +1108,9 @@ int Main(int argc, char** argv) {
 
 }  // namespace
 }  // namespace jax_fa4::emulator
+
+// Read by the sanitizers.
+extern "C" const char* __asan_default_options() { return "abort_on_error=1"; }
+extern "C" const char* __ubsan_default_options() { return "abort_on_error=1:print_stacktrace=1"; }
 
 int main(int argc, char** argv) { return jax_fa4::emulator::Main(argc, argv); }

@@ -1,9 +1,6 @@
 // Scalar instructions against plain C++: every family is decoded from PTX text and executed on
-// random and special operands, with all lanes and with some. Stands alone:
-//   g++ -std=c++20 -O2 -mavx2 -mfma -mf16c -I. tests/emulator/scalar_test.cc
-//   csrc/emulator/{ptx,program,
-//       isa_scalar,isa_scalar_integer,isa_scalar_float,isa_scalar_convert,numerics}.cc
-// and run it with PTX files as arguments to see that all of their scalar instructions decode.
+// random and special operands, with all lanes and with some. Given PTX files as arguments, it also
+// checks that all of their scalar instructions decode.
 
 #include <bit>
 #include <cfenv>

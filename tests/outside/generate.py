@@ -1,11 +1,11 @@
 """Generate attention kernels by others, as PTX, and describe how each is launched.
 
-    python generate.py FOLDER [NAME ...]
+    python generate.py FOLDER [NAME ...] [--workers N]
 
 writes NAME.STAGE.ptx and NAME.STAGE.json for every kernel of the named variants (default: all): FlashAttention-4
 (flash-attn-4, CuTe-DSL) for Blackwell and Hopper, and a plain flash attention in Triton. No GPU is needed: only the
-compilers run. Needs a C compiler, and the packages flash-attn-4==4.0.0b36, torch, numpy and triton. A variant is
-compiled in a process of its own, since the environment selects the target.
+compilers run. Needs a C compiler, and the packages of requirements.txt. A variant is compiled in a process of its own,
+since the environment selects the target.
 
 The descriptions of the official kernels are checked, not only stated. The official host code is run on invented
 device addresses, with a small runtime library in place of CUDA's (CUTE_DSL_LIBS) that notes each launch: grid,
@@ -23,11 +23,13 @@ import ctypes
 import json
 import os
 import re
+import shlex
 import struct
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -679,6 +681,13 @@ def complete(stage: Stage, ptx: str) -> tuple[str, list[str]]:
     return entry, faults
 
 
+def uses(parameter: Parameter, tensor: str) -> bool:
+    """Whether a parameter holds the address of a tensor."""
+    if parameter.map is not None:
+        return parameter.map.tensor == tensor
+    return any(f.value == f"address['{tensor}']" for f in parameter.fields)
+
+
 def write(
     folder: Path,
     variant: Variant,
@@ -705,7 +714,7 @@ def write(
         "tensors": {
             t: {"axes": TENSORS[t].split(), "order": "row-major"}
             for t in TENSORS
-            if any(t in json.dumps(asdict(p)) for p in stage.parameters)
+            if any(uses(p, t) for p in stage.parameters)
         },
         "launch": {
             "grid": stage.grid,
@@ -953,6 +962,7 @@ def environment(variant: Variant, scratch: Path) -> dict[str, str]:
         "CUTE_DSL_DUMP_DIR": str(scratch),
         "CUTE_DSL_LIBS": str(scratch / "librecorder.so"),
         "TRITON_CACHE_DIR": str(scratch / "triton"),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # it would warn that the tensors are fake
     }
     return result
 
@@ -963,17 +973,9 @@ def run(folder: Path, variant: Variant) -> bool:
         scratch = Path(name)
         if not variant.triton:
             (scratch / "recorder.c").write_text(RECORDER)
-            subprocess.run(
-                [
-                    os.environ.get("CC", "cc"),
-                    "-shared",
-                    "-fPIC",
-                    "-o",
-                    scratch / "librecorder.so",
-                    scratch / "recorder.c",
-                ],
-                check=True,
-            )
+            compiler = shlex.split(os.environ.get("CC") or "cc")
+            arguments = ["-shared", "-fPIC", "-o", scratch / "librecorder.so", scratch / "recorder.c"]
+            subprocess.run([*compiler, *arguments], check=True)
         command = [sys.executable, "-W", "ignore", __file__, str(folder), variant.name, "--here"]
         return subprocess.run(command, env=environment(variant, scratch), check=False).returncode == 0
 
@@ -983,6 +985,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="*", help=f"variants: {', '.join(VARIANTS)}")
+    parser.add_argument("--workers", type=int, default=1, help="variants to compile at a time")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     folder = arguments.folder.absolute()
@@ -992,7 +995,9 @@ def main() -> int:
         for variant in variants:
             (generate_triton if variant.triton else generate_official)(folder, variant)
         return 0
-    failed = [v.name for v in variants if not run(folder, v)]
+    with ThreadPoolExecutor(arguments.workers) as pool:
+        done = pool.map(lambda variant: run(folder, variant), variants)
+        failed = [variant.name for variant, good in zip(variants, done, strict=True) if not good]
     if failed:
         print("failed:", *failed, file=sys.stderr)
     return 1 if failed else 0
