@@ -186,6 +186,7 @@ Outcome BulkToShared(Context& context, const Inst& inst) {
                 size,
                 [&machine, source, from, size](Operation& self, const Machine::SharedPlace& place) {
                   if (source) machine.AccessShared(self, *source, size, false);
+                  if (!source) machine.AccessGlobal(self, from, size, Machine::Use::kRead);
                   std::memmove(place.cta->shared.data() + place.offset,
                                source ? source->cta->shared.data() + source->offset
                                       : machine.FindGlobal(from, size, false),
@@ -246,6 +247,9 @@ void EnqueueStore(Context& context,
 // With kReduce, mode[1] is the reduction and mode[2] its type, where no tensor map says it.
 Reduction ReductionOf(const Inst& inst) { return static_cast<Reduction>(inst.mode[1]); }
 
+// A reduction is atomic: as if every element were combined by red.relaxed.gpu.
+constexpr Scope kReductionScope = Scope::kGpu;
+
 // source[0] global address, source[1] shared address, source[2] size.
 Outcome BulkToGlobal(Context& context, const Inst& inst) {
   if (!SlotsAreFree(context)) return Outcome::kBlocked;
@@ -269,7 +273,12 @@ Outcome BulkToGlobal(Context& context, const Inst& inst) {
         "cp.async.bulk",
         *place,
         size,
-        [&machine, &inst, to, size, reduces, type, step](Operation&, const uint8_t* bytes) {
+        [&machine, &inst, to, size, reduces, type, step](Operation& self, const uint8_t* bytes) {
+          if (reduces) {
+            machine.AccessGlobal(self, to, size, Machine::Use::kBoth, kReductionScope);
+          } else {
+            machine.AccessGlobal(self, to, size, Machine::Use::kWrite);
+          }
           uint8_t* data = machine.FindGlobal(to, size, true);
           if (!reduces) std::memcpy(data, bytes, size);
           for (uint32_t i = 0; reduces && i < size; i += step) {
@@ -338,30 +347,47 @@ std::optional<Tile> FindTile(
   return std::nullopt;
 }
 
-// Global memory as tiles see it: reports, at the end, that a tensor reaches outside of it.
+// Global memory as a tile's copy sees it: notes the accesses, and reports at the end that the tensor
+// reaches outside of it.
 class TileMemory {
  public:
-  TileMemory(Machine& machine, bool write) : machine_(machine), write_(write) {}
+  TileMemory(Machine& machine, const Operation& operation, Machine::Use use)
+      : machine_(machine), operation_(operation), use_(use) {}
   // Null outside.
   uint8_t* Find(uint64_t address, uint32_t bytes) {
-    uint8_t* data = machine_.FindGlobal(address, bytes, write_);
+    uint8_t* data = machine_.FindGlobal(address, bytes, use_ != Machine::Use::kRead);
     in_range_ = in_range_ && data != nullptr;
+    if (data == nullptr) return nullptr;
+    // What follows each other is noted together.
+    if (address != last_) {
+      Note();
+      first_ = address;
+    }
+    last_ = address + bytes;
     return data;
   }
-  bool Check(const Operation& operation) const {
+  bool Check() {
+    Note();
     if (!in_range_) {
-      machine_.OperationFault(operation,
+      machine_.OperationFault(operation_,
                               std::string("the tensor map reaches outside of the memory that the "
                                           "launch may ") +
-                                  (write_ ? "write." : "read."));
+                                  (use_ == Machine::Use::kRead ? "read." : "write."));
     }
     return in_range_;
   }
 
  private:
+  void Note() {
+    const Scope scope = use_ == Machine::Use::kBoth ? kReductionScope : Scope::kNone;
+    if (first_ != last_) machine_.AccessGlobal(operation_, first_, last_ - first_, use_, scope);
+  }
+
   Machine& machine_;
-  const bool write_;
+  const Operation& operation_;
+  const Machine::Use use_;
   bool in_range_ = true;
+  uint64_t first_ = 0, last_ = 0;
 };
 
 // source[1] map; the rest as FindTargets has it.
@@ -381,7 +407,7 @@ Outcome TensorToShared(Context& context, const Inst& inst) {
                 *std::move(targets),
                 size,
                 [&machine, tile = *tile](Operation& self, const Machine::SharedPlace& place) {
-                  TileMemory memory(machine, false);
+                  TileMemory memory(machine, self, Machine::Use::kRead);
                   LoadTile(
                       *tile.map,
                       tile.coordinates,
@@ -393,7 +419,7 @@ Outcome TensorToShared(Context& context, const Inst& inst) {
                       [&](uint32_t address, const uint8_t* from) {
                         std::memcpy(place.cta->shared.data() + address, from, 16);
                       });
-                  return memory.Check(self);
+                  return memory.Check();
                 });
   }
   return Outcome::kNext;
@@ -436,7 +462,8 @@ Outcome TensorToGlobal(Context& context, const Inst& inst) {
                  size,
                  [&machine, &inst, tile = *tile, offset = place->offset, reduces](
                      Operation& self, const uint8_t* data) {
-                   TileMemory memory(machine, true);
+                   TileMemory memory(
+                       machine, self, reduces ? Machine::Use::kBoth : Machine::Use::kWrite);
                    const auto read = [&](uint32_t address, uint8_t* to) {
                      std::memcpy(to, data + (address - offset), 16);
                    };
@@ -461,7 +488,7 @@ Outcome TensorToGlobal(Context& context, const Inst& inst) {
                                  if (to != nullptr) std::memcpy(to, from, bytes);
                                });
                    }
-                   memory.Check(self);
+                   memory.Check();
                  });
   }
   return Outcome::kNext;
@@ -559,6 +586,15 @@ Outcome CopyAsync(Context& context, const Inst& inst) {
                           *place,
                           size,
                           true);
+      if (bytes != 0) {
+        machine.CheckGlobal({time, slot, static_cast<uint8_t>(lane), false, context.group.pc},
+                            clock,
+                            context.cta,
+                            context.warp.index,
+                            from,
+                            bytes,
+                            Machine::Use::kRead);
+      }
     }
     uint8_t* target = place->cta->shared.data() + place->offset;
     std::memset(target, 0, size);

@@ -3,9 +3,12 @@
 // Source: PTX ISA 9.0, 9.7.9 (Data movement), 9.7.13.4-6 (membar, atom, red), 9.7.13.15 (mbarrier).
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cstdio>
 #include <cstring>
+#include <utility>
+#include <vector>
 
 #include "csrc/emulator/machine.h"
 
@@ -54,24 +57,29 @@ Area AreaOf(uint64_t address) {
   }
 }
 
-// The bytes of one lane's access, checked. Null after a report.
-uint8_t* Find(Context& context,
-              Area area,
-              uint64_t address,
-              uint32_t size,
-              int lane,
-              bool write,
-              bool checked = true) {
+// The bytes of one lane's access, and where they are, as far as accesses are noted there.
+struct Target {
+  uint8_t* bytes = nullptr;
+  Cta* cta = nullptr;  // whose shared memory it is
+  bool is_global = false;
+  uint64_t address = 0;  // in that memory
+
+  explicit operator bool() const { return bytes != nullptr; }
+};
+
+// Null after a report.
+Target Find(
+    Context& context, Area area, uint64_t address, uint32_t size, int lane, bool write) {
   Machine& machine = context.machine;
   const char* what = write ? "a store to" : "a load from";
-  const auto fail = [&](const std::string& where) -> uint8_t* {
+  const auto fail = [&](const std::string& where) -> Target {
     machine.Misuse(context,
                    lane,
                    std::string(what) + " " + where + " address " + Hex(address) + " (" +
                        std::to_string(size) + " bytes) is out of range.",
                    true,
                    Report::Kind::kMemory);
-    return nullptr;
+    return {};
   };
   if (address % size != 0) {
     machine.Misuse(context,
@@ -80,7 +88,7 @@ uint8_t* Find(Context& context,
                        std::to_string(size) + " bytes.",
                    true,
                    Report::Kind::kMemory);
-    return nullptr;
+    return {};
   }
   if (area == Area::kGeneric) {
     area = AreaOf(address);
@@ -95,21 +103,17 @@ uint8_t* Find(Context& context,
                              ? machine.FindShared(context.cta, static_cast<uint32_t>(address), size)
                              : std::nullopt;
       if (!place || (area == Area::kShared && place->cta != &context.cta)) return fail("shared");
-      if (checked) {
-        if (write) machine.CheckBarriers(context, lane, *place, size);
-        machine.AccessShared(context, lane, *place, size, write);
-      }
-      return place->cta->shared.data() + place->offset;
+      return {place->cta->shared.data() + place->offset, place->cta, false, place->offset};
     }
     case Area::kLocal: {
       const uint32_t bytes = machine.program().local_bytes;
       if (address > bytes || size > bytes - address) return fail("local");
-      return context.warp.local.data() + size_t{bytes} * lane + address;
+      return {context.warp.local.data() + size_t{bytes} * lane + address};
     }
     case Area::kParam: {
       const uint64_t bytes = machine.launch().parameters.size();
       if (write || address > bytes || size > bytes - address) return fail("parameter");
-      return const_cast<uint8_t*>(machine.launch().parameters.data()) + address;
+      return {const_cast<uint8_t*>(machine.launch().parameters.data()) + address};
     }
     case Area::kConst: {
       if (write) return fail("constant");
@@ -118,7 +122,7 @@ uint8_t* Find(Context& context,
     }
     default: {
       uint8_t* bytes = machine.FindGlobal(address, size, write);
-      if (bytes != nullptr) return bytes;
+      if (bytes != nullptr) return {bytes, nullptr, true, address};
       const Buffer* buffer = nullptr;
       if (!write || machine.FindGlobal(address, size, false, &buffer) == nullptr)
         return fail("global");
@@ -128,9 +132,100 @@ uint8_t* Find(Context& context,
                          " bytes) changes \"" + buffer->name + "\", which is read-only.",
                      true,
                      Report::Kind::kMemory);
-      return nullptr;
+      return {};
     }
   }
+}
+
+// How an instruction's accesses are ordered.
+struct Ordering {
+  Scope scope = Scope::kNone;  // kNone of a weak access
+  bool is_strong = false, is_volatile = false, acquires = false, releases = false;
+
+  uint32_t Pack() const {
+    return static_cast<uint32_t>(scope) | is_volatile << 2 | acquires << 3 | releases << 4;
+  }
+  static Ordering Unpack(uint32_t mode) {
+    return {static_cast<Scope>(mode & 3),
+            (mode & 3) != 0,
+            (mode >> 2 & 1) != 0,
+            (mode >> 3 & 1) != 0,
+            (mode >> 4 & 1) != 0};
+  }
+  // Variables in shared memory are often volatile only so that the compiler keeps the accesses:
+  // there it makes none strong.
+  Scope ScopeAt(const Target& target) const {
+    return is_volatile && target.cta != nullptr ? Scope::kNone : scope;
+  }
+};
+
+void Note(Context& context,
+          int lane,
+          const Target& target,
+          uint32_t size,
+          Machine::Use use,
+          Scope scope) {
+  Machine& machine = context.machine;
+  if (target.cta != nullptr) {
+    const bool write = use != Machine::Use::kRead;
+    const Machine::SharedPlace place{target.cta, static_cast<uint32_t>(target.address)};
+    if (write) machine.CheckBarriers(context, lane, place, size);
+    machine.AccessShared(context, lane, place, size, write, scope);
+  } else if (target.is_global) {
+    machine.AccessGlobal(context, lane, target.address, size, use, scope);
+  }
+}
+
+// Where strong accesses of a target release and acquire, and which byte it is there.
+Locations* LocationsOf(Context& context, const Target& target, uint64_t* first) {
+  *first = target.address;
+  if (target.cta != nullptr) return context.machine.LocationsOf(*target.cta);
+  return target.is_global ? context.machine.LocationsOf(target.address, first) : nullptr;
+}
+
+// What the strong reads of a warp's lanes observe. Lanes that observe the same learn together.
+class Observations {
+ public:
+  void Add(Context& context, int lane, const Target& target, uint32_t size, Scope scope) {
+    uint64_t first;
+    const Locations* locations = LocationsOf(context, target, &first);
+    Messages messages;
+    if (locations == nullptr || !locations->Read(first / 4,
+                                                 (first + size + 3) / 4,
+                                                 context.cta.cluster->number,
+                                                 context.cta.rank,
+                                                 scope,
+                                                 &messages)) {
+      return;
+    }
+    for (auto& [lanes, known] : groups_) {
+      if (known != messages) continue;
+      lanes |= 1u << lane;
+      return;
+    }
+    groups_.emplace_back(1u << lane, std::move(messages));
+  }
+  void Apply(Context& context, bool acquires) {
+    for (const auto& [lanes, messages] : groups_) {
+      context.machine.Observe(context.warp, lanes, messages, acquires);
+    }
+  }
+
+ private:
+  std::vector<std::pair<uint32_t, Messages>> groups_;
+};
+
+void WriteStrongly(Context& context,
+                   int lane,
+                   const Target& target,
+                   uint32_t size,
+                   const Ordering& ordering,
+                   bool is_atomic) {
+  uint64_t first;
+  Locations* locations = LocationsOf(context, target, &first);
+  if (locations == nullptr) return;
+  context.machine.WriteStrongly(
+      context, lane, *locations, first, size, ordering.scope, ordering.releases, is_atomic);
 }
 
 void Put(Context& context,
@@ -168,27 +263,35 @@ void Get(const Context& context, const Ref& ref, int lane, uint8_t* to, uint32_t
   }
 }
 
-// mode[0]: the area; mode[1]: bytes of an element; mode[2]: signed; mode[3]: acquires or releases.
+// mode[0]: the area; mode[1]: bytes of an element; mode[2]: signed; mode[3]: the ordering.
 Outcome Load(Context& context, const Inst& inst) {
   const auto area = static_cast<Area>(inst.mode[0]);
   const uint32_t size = inst.mode[1];
+  const uint32_t total = size * inst.destination_count;
+  const Ordering ordering = Ordering::Unpack(inst.mode[3]);
+  Observations observations;
   const Program& program = context.machine.program();
   for (int lane = 0; lane < kLanes; ++lane) {
     if (!(context.mask >> lane & 1)) continue;
     const uint64_t address = LaneAddress(context, inst.source[0], inst.immediate[0], lane);
-    const uint8_t* bytes = Find(context, area, address, size * inst.destination_count, lane, false);
-    if (bytes == nullptr) return Outcome::kMoved;
+    const Target target = Find(context, area, address, total, lane, false);
+    if (!target) return Outcome::kMoved;
+    const Scope scope = ordering.ScopeAt(target);
+    Note(context, lane, target, total, Machine::Use::kRead, scope);
+    if (scope != Scope::kNone) observations.Add(context, lane, target, total, scope);
     for (uint32_t i = 0; i < inst.destination_count; ++i) {
       const Ref& ref = program.refs[inst.first_destination + i];
-      if (ref) Put(context, ref, lane, bytes + i * size, size, inst.mode[2] != 0);
+      if (ref) Put(context, ref, lane, target.bytes + i * size, size, inst.mode[2] != 0);
     }
   }
+  observations.Apply(context, ordering.acquires);
   return Outcome::kNext;
 }
 
 Outcome Store(Context& context, const Inst& inst) {
   const auto area = static_cast<Area>(inst.mode[0]);
   const uint32_t size = inst.mode[1];
+  const Ordering ordering = Ordering::Unpack(inst.mode[3]);
   const Program& program = context.machine.program();
   for (int lane = 0; lane < kLanes; ++lane) {
     if (!(context.mask >> lane & 1)) continue;
@@ -198,15 +301,19 @@ Outcome Store(Context& context, const Inst& inst) {
     for (uint32_t i = 0; i < inst.source_count; ++i) {
       Get(context, program.refs[inst.first_source + i], lane, values + i * size, size);
     }
-    uint8_t* bytes = Find(context, area, address, total, lane, true, false);
-    if (bytes == nullptr) return Outcome::kMoved;
+    const Target target = Find(context, area, address, total, lane, true);
+    if (!target) return Outcome::kMoved;
+    const Scope scope = ordering.ScopeAt(target);
     // Warps of others' kernels store the same value in no order: in relaxed mode a store that
     // changes nothing races with nothing.
-    if (context.machine.options().strict || std::memcmp(bytes, values, total) != 0) {
-      Find(context, area, address, total, lane, true);
+    if (context.machine.options().strict || scope != Scope::kNone ||
+        std::memcmp(target.bytes, values, total) != 0) {
+      Note(context, lane, target, total, Machine::Use::kWrite, scope);
     }
-    std::memcpy(bytes, values, total);
+    if (scope != Scope::kNone) WriteStrongly(context, lane, target, total, ordering, false);
+    std::memcpy(target.bytes, values, total);
   }
+  if (ordering.releases) context.machine.Advance(context.warp, context.mask);
   return Outcome::kNext;
 }
 
@@ -250,20 +357,38 @@ bool TakeType(Parts& parts, ValueType* type) {
   return false;
 }
 
-// Takes what says how a load or store is ordered and cached. Caching has no effect here.
-void TakeOrdering(Parts& parts, bool* ordered) {
+bool IsScope(std::string_view part, Scope* scope) {
+  if (part == "cta")
+    *scope = Scope::kCta;
+  else if (part == "cluster")
+    *scope = Scope::kCluster;
+  else if (part == "gpu" || part == "sys")
+    *scope = Scope::kGpu;
+  else
+    return false;
+  return true;
+}
+
+// Takes what says how an access is ordered and cached. Caching has no effect here.
+void TakeOrdering(Parts& parts, Ordering* ordering) {
   for (;;) {
     const std::string_view part = parts.Peek();
-    if (part == "acquire" || part == "release" || part == "acq_rel" || part == "volatile")
-      *ordered = true;
-    const bool known =
-        part == "weak" || part == "relaxed" || part == "acquire" || part == "release" ||
-        part == "acq_rel" || part == "volatile" || part == "mmio" || part == "cta" ||
-        part == "cluster" || part == "gpu" || part == "sys" || part == "nc" || part == "ca" ||
-        part == "cg" || part == "cs" || part == "lu" || part == "cv" || part == "wb" ||
-        part == "wt" || part == "L2::cache_hint" || part.starts_with("L1::") || part == "L2::64B" ||
-        part == "L2::128B" || part == "L2::256B" || part.starts_with("L2::evict");
-    if (!known) return;
+    if (part == "relaxed" || part == "mmio") {
+      ordering->is_strong = true;
+    } else if (part == "volatile") {
+      ordering->is_strong = ordering->is_volatile = true;
+    } else if (part == "acquire" || part == "release" || part == "acq_rel") {
+      ordering->is_strong = true;
+      ordering->acquires |= part != "release";
+      ordering->releases |= part != "acquire";
+    } else if (!IsScope(part, &ordering->scope)) {
+      const bool known = part == "weak" || part == "nc" || part == "ca" || part == "cg" ||
+                         part == "cs" || part == "lu" || part == "cv" || part == "wb" ||
+                         part == "wt" || part == "L2::cache_hint" || part.starts_with("L1::") ||
+                         part == "L2::64B" || part == "L2::128B" || part == "L2::256B" ||
+                         part.starts_with("L2::evict");
+      if (!known) return;
+    }
     parts.Next();
   }
 }
@@ -271,10 +396,11 @@ void TakeOrdering(Parts& parts, bool* ordered) {
 void DecodeLoadStore(Decoder& decoder, Parts& parts, bool is_load) {
   Inst& inst = decoder.inst();
   Area area = Area::kGeneric;
-  bool ordered = false;
-  TakeOrdering(parts, &ordered);
+  Ordering ordering;
+  TakeOrdering(parts, &ordering);
   TakeArea(parts, &area);
-  TakeOrdering(parts, &ordered);
+  TakeOrdering(parts, &ordering);
+  if (ordering.is_strong && ordering.scope == Scope::kNone) ordering.scope = Scope::kGpu;
   const uint32_t count = parts.Take("v2") ? 2 : parts.Take("v4") ? 4 : parts.Take("v8") ? 8 : 1;
   ValueType type;
   if (!TakeType(parts, &type))
@@ -284,7 +410,7 @@ void DecodeLoadStore(Decoder& decoder, Parts& parts, bool is_load) {
   inst.mode[0] = static_cast<uint32_t>(area);
   inst.mode[1] = type.bits / 8;
   inst.mode[2] = type.is_signed;
-  inst.mode[3] = ordered;
+  inst.mode[3] = ordering.Pack();
   const int bits = static_cast<int>(type.bits);
   if (is_load) {
     decoder.DestinationList(decoder.Operand(0), bits, true);
@@ -362,7 +488,8 @@ uint64_t Combine(
   }
 }
 
-// mode[0]: area, mode[1]: operation, mode[2]: type's bits | signed << 8 | float << 9 | half << 10.
+// mode[0]: area, mode[1]: operation, mode[2]: type's bits | signed << 8 | float << 9 | half << 10,
+// mode[3]: the ordering.
 Outcome Atomic(Context& context, const Inst& inst) {
   const auto area = static_cast<Area>(inst.mode[0]);
   const ValueType type{inst.mode[2] & 0xff,
@@ -370,14 +497,25 @@ Outcome Atomic(Context& context, const Inst& inst) {
                        (inst.mode[2] >> 9 & 1) != 0,
                        inst.mode[2] >> 10};
   const uint32_t size = type.bits / 8;
+  const uint32_t elements = std::max<uint32_t>(1, inst.source_count);
+  const Ordering ordering = Ordering::Unpack(inst.mode[3]);
   const Program& program = context.machine.program();
+  std::array<Target, kLanes> targets;
+  Observations observations;
   for (int lane = 0; lane < kLanes; ++lane) {
     if (!(context.mask >> lane & 1)) continue;
     const uint64_t address = LaneAddress(context, inst.source[0], inst.immediate[0], lane);
-    const bool ftz = (area == Area::kGeneric ? AreaOf(address) : area) == Area::kGlobal;
-    const uint32_t elements = std::max<uint32_t>(1, inst.source_count);
-    uint8_t* bytes = Find(context, area, address, size * elements, lane, true, false);
-    if (bytes == nullptr) return Outcome::kMoved;
+    targets[lane] = Find(context, area, address, size * elements, lane, true);
+    if (!targets[lane]) return Outcome::kMoved;
+    observations.Add(context, lane, targets[lane], size * elements, ordering.scope);
+  }
+  // What an operation acquires it releases in turn.
+  observations.Apply(context, ordering.acquires);
+  for (int lane = 0; lane < kLanes; ++lane) {
+    if (!(context.mask >> lane & 1)) continue;
+    Note(context, lane, targets[lane], size * elements, Machine::Use::kBoth, ordering.scope);
+    WriteStrongly(context, lane, targets[lane], size * elements, ordering, true);
+    uint8_t* const bytes = targets[lane].bytes;
     for (uint32_t i = 0; i < elements; ++i) {
       uint64_t old = 0, x = 0, y = 0;
       std::memcpy(&old, bytes + i * size, size);
@@ -387,12 +525,13 @@ Outcome Atomic(Context& context, const Inst& inst) {
           reinterpret_cast<uint8_t*>(&x),
           size);
       if (inst.source[2]) Get(context, inst.source[2], lane, reinterpret_cast<uint8_t*>(&y), size);
-      const uint64_t result = Combine(inst.mode[1], type, ftz, old, x, y);
+      const uint64_t result = Combine(inst.mode[1], type, targets[lane].is_global, old, x, y);
       std::memcpy(bytes + i * size, &result, size);
       if (inst.destination[0])
         Put(context, inst.destination[0], lane, reinterpret_cast<uint8_t*>(&old), size, false);
     }
   }
+  if (ordering.releases) context.machine.Advance(context.warp, context.mask);
   context.machine.Wake(context.cta);
   return Outcome::kNext;
 }
@@ -400,10 +539,10 @@ Outcome Atomic(Context& context, const Inst& inst) {
 void DecodeAtomic(Decoder& decoder, Parts& parts, bool has_result) {
   Inst& inst = decoder.inst();
   Area area = Area::kGeneric;
-  bool ordered = false;
-  TakeOrdering(parts, &ordered);
+  Ordering ordering;
+  TakeOrdering(parts, &ordering);
   TakeArea(parts, &area);
-  TakeOrdering(parts, &ordered);
+  TakeOrdering(parts, &ordering);
   const std::string_view name = parts.Next();
   static constexpr struct {
     std::string_view name;
@@ -425,7 +564,8 @@ void DecodeAtomic(Decoder& decoder, Parts& parts, bool has_result) {
     known = true;
   }
   if (!known) decoder.Fail("atomic operation \"" + std::string(name) + "\" is not supported.");
-  TakeOrdering(parts, &ordered);
+  TakeOrdering(parts, &ordering);
+  if (ordering.scope == Scope::kNone) ordering.scope = Scope::kGpu;
   const bool noftz = parts.Take("noftz");
   const uint32_t count = parts.Take("v2") ? 2 : parts.Take("v4") ? 4 : 1;
   ValueType type;
@@ -439,6 +579,7 @@ void DecodeAtomic(Decoder& decoder, Parts& parts, bool has_result) {
   inst.mode[2] = type.bits | static_cast<uint32_t>(type.is_signed) << 8 |
                  static_cast<uint32_t>(type.is_float) << 9;
   inst.mode[2] |= type.half << 10;
+  inst.mode[3] = ordering.Pack();
   size_t at = 0;
   const int bits = static_cast<int>(type.bits);
   if (has_result)
@@ -456,14 +597,18 @@ void DecodeAtomic(Decoder& decoder, Parts& parts, bool has_result) {
 
 // ---- Fences
 
-Outcome ProxyFence(Context& context, const Inst&) {
+// mode[0]: bit 0 of shared memory, bit 1 of global memory.
+Outcome ProxyFence(Context& context, const Inst& inst) {
   Warp& warp = context.warp;
   const auto first = static_cast<Slot>(context.cta.first_slot + warp.index * kWarpSlots);
   for (Knowledge& one : warp.knowledge) {
     if (!(one.mask & context.mask)) continue;
-    // The writes of these lanes may stand under any slot that their warp has used for them.
-    for (Slot slot = first; slot < first + kKnowledgeSlots; ++slot)
-      one.clock.SetFenced(slot, one.clock.seen(slot));
+    if (inst.mode[0] & 1) {
+      // The writes of these lanes may stand under any slot that their warp has used for them.
+      for (Slot slot = first; slot < first + kKnowledgeSlots; ++slot)
+        one.clock.SetFenced(slot, one.clock.seen(slot));
+    }
+    if (inst.mode[0] & 2) one.clock.MakeVisible(context.cta.cluster->number);
   }
   return Outcome::kNext;
 }
@@ -477,7 +622,11 @@ Outcome BarrierInitFence(Context& context, const Inst&) {
   return Outcome::kNext;
 }
 
-Outcome MemoryFence(Context&, const Inst&) { return Outcome::kNext; }
+// mode[0]: the scope.
+Outcome MemoryFence(Context& context, const Inst& inst) {
+  context.machine.Fence(context.warp, context.mask, static_cast<Scope>(inst.mode[0]));
+  return Outcome::kNext;
+}
 
 // ---- mbarriers
 
@@ -772,18 +921,22 @@ bool DecodeMemory(Decoder& decoder, Parts parts) {
     if (parts.Take("proxy")) {
       if (parts.Take("async") || parts.Take("async::generic")) {
         inst.execute = ProxyFence;
-        parts.Take("global") || parts.Take("shared::cta") || parts.Take("shared::cluster");
+        inst.mode[0] = 3;
+        if (parts.Take("global"))
+          inst.mode[0] = 2;
+        else if (parts.Take("shared::cta") || parts.Take("shared::cluster"))
+          inst.mode[0] = 1;
         while (parts.Take("acquire") || parts.Take("release") ||
                parts.Take("sync_restrict::shared::cta") ||
                parts.Take("sync_restrict::shared::cluster") || parts.Take("cluster")) {
         }
       } else if (parts.Take("alias")) {
-        inst.execute = MemoryFence;
+        inst.execute = Nothing;
       } else if (parts.Take("tensormap::generic")) {
         while (parts.Take("acquire") || parts.Take("release") || parts.Take("gpu") ||
                parts.Take("cta") || parts.Take("cluster") || parts.Take("sys")) {
         }
-        inst.execute = MemoryFence;
+        inst.execute = Nothing;
       } else {
         decoder.Fail("this proxy fence is not supported.");
       }
@@ -793,12 +946,14 @@ bool DecodeMemory(Decoder& decoder, Parts parts) {
       parts.Take("cluster");
       inst.execute = BarrierInitFence;
     } else {
+      Scope scope = Scope::kCta;
       while (parts.Take("sc") || parts.Take("acq_rel") || parts.Take("acquire") ||
-             parts.Take("release") || parts.Take("cta") || parts.Take("cluster") ||
-             parts.Take("gpu") || parts.Take("sys") || parts.Take("gl") ||
-             parts.Take("sync_restrict::shared::cta") ||
-             parts.Take("sync_restrict::shared::cluster")) {
+             parts.Take("release") || parts.Take("sync_restrict::shared::cta") ||
+             parts.Take("sync_restrict::shared::cluster") ||
+             (IsScope(parts.Peek(), &scope) && parts.Take(parts.Peek()))) {
       }
+      if (name == "membar" && parts.Take("gl")) scope = Scope::kGpu;
+      inst.mode[0] = static_cast<uint32_t>(scope);
       inst.execute = MemoryFence;
     }
   } else if (name == "mbarrier") {

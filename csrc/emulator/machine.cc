@@ -146,6 +146,12 @@ Machine::Machine(Launch launch, Options options)
       1, std::min<uint64_t>(options_.sm_count / Product(launch_.cluster), kResidentBytes / bytes));
   cluster_count_ = 1;
   for (int axis = 0; axis < 3; ++axis) cluster_count_ *= launch_.grid[axis] / launch_.cluster[axis];
+  for (const Buffer& buffer : launch_.buffers) {
+    const bool checked = options_.check_races && buffer.writable;
+    global_.push_back(checked ? std::make_unique<GlobalMemory>(
+                                    GlobalShadow(buffer.size, SlotsOfCta()), Locations())
+                              : nullptr);
+  }
 }
 
 Machine::~Machine() = default;
@@ -189,7 +195,7 @@ uint64_t Machine::BytesOfCluster() const {
   const Program& program = *launch_.program;
   const uint64_t warps = kWarpsOfCta(static_cast<uint32_t>(Product(launch_.block)));
   const uint64_t ranks = Product(launch_.cluster);
-  const uint64_t slots = (warps * kWarpSlots + 1 + kCopySlots) * ranks;
+  const uint64_t slots = uint64_t{SlotsOfCta()} * ranks;
   const uint64_t shared = DynamicStart(program) + launch_.dynamic_shared_bytes + 16;
   const uint64_t shadow = options_.check_races ? shared / 4 * sizeof(Cell) : 0;
   const uint64_t groups = kLanes * (sizeof(BulkGroup) + 96);
@@ -205,30 +211,20 @@ std::unique_ptr<Cluster> Machine::NewCluster(uint64_t number) {
   const uint32_t threads = launch_.block[0] * launch_.block[1] * launch_.block[2];
   const uint32_t warps = kWarpsOfCta(threads);
   const uint32_t ranks = launch_.cluster[0] * launch_.cluster[1] * launch_.cluster[2];
-  const uint32_t slots_of_cta = warps * kWarpSlots + 1 + kCopySlots;
+  const uint32_t slots_of_cta = SlotsOfCta();
   auto cluster = std::make_unique<Cluster>();
   cluster->number = static_cast<uint32_t>(number);
   cluster->times.assign(slots_of_cta * ranks, 1);
-  const uint32_t clusters_x = launch_.grid[0] / launch_.cluster[0];
-  const uint32_t clusters_y = launch_.grid[1] / launch_.cluster[1];
-  const std::array<uint32_t, 3> place = {static_cast<uint32_t>(number % clusters_x),
-                                         static_cast<uint32_t>(number / clusters_x % clusters_y),
-                                         static_cast<uint32_t>(number / clusters_x / clusters_y)};
   for (uint32_t rank = 0; rank < ranks; ++rank) {
     auto cta = std::make_unique<Cta>();
     cta->cluster = cluster.get();
     cta->rank = rank;
-    const std::array<uint32_t, 3> within = {rank % launch_.cluster[0],
-                                            rank / launch_.cluster[0] % launch_.cluster[1],
-                                            rank / launch_.cluster[0] / launch_.cluster[1]};
-    for (int axis = 0; axis < 3; ++axis) {
-      cta->index[axis] = place[axis] * launch_.cluster[axis] + within[axis];
-    }
+    cta->index = IndexOf(cluster->number, rank);
     cta->smid = static_cast<uint32_t>((number * ranks + rank) % options_.sm_count);
     const auto start = static_cast<uint32_t>(DynamicStart(program));
     const uint32_t bytes = (start + launch_.dynamic_shared_bytes + 15) / 16 * 16;
     cta->shared.assign(bytes, 0xCD);  // what a kernel must not rely on
-    cta->shared_shadow = Shadow(options_.check_races ? bytes / 4 : 0);
+    cta->shared_shadow = Shadow(options_.check_races ? bytes / 4 : 0, slots_of_cta);
     cta->first_slot = static_cast<Slot>(rank * slots_of_cta);
     for (int i = 0; i < kCopySlots; ++i) {
       cta->free_copy_slots.push_back(
@@ -264,6 +260,22 @@ std::unique_ptr<Cluster> Machine::NewCluster(uint64_t number) {
     cluster->ctas.push_back(std::move(cta));
   }
   return cluster;
+}
+
+uint32_t Machine::SlotsOfCta() const {
+  return kWarpsOfCta(static_cast<uint32_t>(Product(launch_.block))) * kWarpSlots + 1 + kCopySlots;
+}
+
+// Where a CTA of a cluster stands in the grid.
+std::array<uint32_t, 3> Machine::IndexOf(uint32_t cluster, uint32_t rank) const {
+  std::array<uint32_t, 3> index;
+  for (int axis = 0; axis < 3; ++axis) {
+    const uint32_t clusters = launch_.grid[axis] / launch_.cluster[axis];
+    index[axis] = cluster % clusters * launch_.cluster[axis] + rank % launch_.cluster[axis];
+    cluster /= clusters;
+    rank /= launch_.cluster[axis];
+  }
+  return index;
 }
 
 void Machine::FillSpecial(Warp& warp) {
@@ -745,15 +757,21 @@ uint8_t* Machine::FindGlobal(uint64_t address, uint64_t size, bool write, const 
   return nullptr;
 }
 
-void Machine::AccessShared(
-    Context& context, int lane, const SharedPlace& place, uint32_t size, bool write) {
+void Machine::AccessShared(Context& context,
+                           int lane,
+                           const SharedPlace& place,
+                           uint32_t size,
+                           bool write,
+                           Scope scope) {
   if (!options_.check_races) return;
   const Knowledge& known = KnowledgeOfLane(context.warp, lane);
-  const Access access{.time = known.clock.seen(known.slot),
-                      .slot = known.slot,
-                      .lane = static_cast<uint8_t>(lane),
-                      .async = false,
-                      .instruction = context.group.pc};
+  const Access access{known.clock.seen(known.slot),
+                      known.slot,
+                      static_cast<uint8_t>(lane),
+                      false,
+                      context.group.pc,
+                      scope,
+                      write};
   CheckShared(access, known.clock, place, size, write);
 }
 
@@ -810,17 +828,147 @@ void Machine::CheckShared(const Access& access,
                           bool write) {
   const size_t first = place.offset / 4;
   const size_t count = (place.offset + size + 3) / 4 - first;
+  if (write && access.scope == Scope::kNone) place.cta->locations.Forget(first, first + count);
   Shadow::Conflict conflict;
   const bool found =
       write ? place.cta->shared_shadow.Write(first, count, access, clock, {}, &conflict)
             : place.cta->shared_shadow.Read(first, count, access, clock, {}, &conflict);
-  if (!found || !IsNewRace(access, conflict)) return;
-  ReportRace(*place.cta,
-             access,
-             write,
-             conflict,
-             "shared memory [" + std::to_string(conflict.cell * 4) + ", " +
-                 std::to_string(conflict.cell * 4 + 4) + ")");
+  if (!found || !IsNewRace(access.instruction, conflict.earlier.instruction)) return;
+  ReportClusterRace(*place.cta,
+                    access,
+                    write,
+                    conflict,
+                    "shared memory [" + std::to_string(conflict.cell * 4) + ", " +
+                        std::to_string(conflict.cell * 4 + 4) + ")");
+}
+
+// ---- Global memory
+
+// What is noted of the buffer that holds an address.
+GlobalMemory* Machine::FindChecked(uint64_t address, const Buffer** found) {
+  for (size_t i = 0; i < global_.size(); ++i) {
+    const Buffer& buffer = launch_.buffers[i];
+    if (address < buffer.address || address - buffer.address >= buffer.size) continue;
+    *found = &buffer;
+    return global_[i].get();
+  }
+  return nullptr;
+}
+
+Locations* Machine::LocationsOf(uint64_t address, uint64_t* offset) {
+  const Buffer* buffer = nullptr;
+  GlobalMemory* memory = FindChecked(address, &buffer);
+  if (memory == nullptr) return nullptr;
+  *offset = address - buffer->address;
+  return &memory->locations;
+}
+
+void Machine::AccessGlobal(
+    Context& context, int lane, uint64_t address, uint64_t size, Use use, Scope scope) {
+  if (!options_.check_races) return;
+  const Knowledge& known = KnowledgeOfLane(context.warp, lane);
+  const Access access{known.clock.seen(known.slot),
+                      known.slot,
+                      static_cast<uint8_t>(lane),
+                      false,
+                      context.group.pc,
+                      scope};
+  CheckGlobal(access, known.clock, context.cta, context.warp.index, address, size, use);
+}
+
+void Machine::AccessGlobal(
+    const Operation& operation, uint64_t address, uint64_t size, Use use, Scope scope) {
+  if (!options_.check_races) return;
+  Access access = operation.access();
+  access.scope = scope;
+  CheckGlobal(access, operation.clock, *operation.cta, operation.warp, address, size, use);
+}
+
+void Machine::CheckGlobal(const Access& access,
+                          const VectorClock& clock,
+                          const Cta& cta,
+                          int warp,
+                          uint64_t address,
+                          uint64_t size,
+                          Use use) {
+  const Buffer* buffer = nullptr;
+  GlobalMemory* memory = FindChecked(address, &buffer);
+  if (memory == nullptr) return;
+  const uint64_t first = address - buffer->address;
+  const uint64_t last = std::min(first + size, buffer->size);
+  if (use != Use::kRead && access.scope == Scope::kNone) {
+    memory->locations.Forget(first / 4, (last + 3) / 4);
+  }
+  const GlobalAccess global{.time = access.time,
+                            .cluster = cta.cluster->number,
+                            .slot = access.slot,
+                            .lane = access.lane,
+                            .warp = static_cast<uint16_t>(warp),
+                            .async = access.async,
+                            .read = use != Use::kWrite,
+                            .write = use != Use::kRead,
+                            .scope = static_cast<uint16_t>(access.scope),
+                            .instruction = static_cast<uint32_t>(access.instruction)};
+  GlobalShadow::Conflict conflict;
+  if (!memory->shadow.Note(first, last, global, clock, &conflict)) return;
+  if (!IsNewRace(access.instruction, static_cast<int32_t>(conflict.earlier.instruction))) return;
+  const auto place = [&](const GlobalAccess& one, const char* which) {
+    Report::Place at = PlaceOf(static_cast<int32_t>(one.instruction));
+    at.cta = IndexOf(one.cluster, one.slot / SlotsOfCta());
+    at.warp = one.warp;
+    at.lane = one.lane;
+    at.role = std::string(which) + (one.write ? " writes it" : " reads it");
+    return at;
+  };
+  ReportRace(conflict.fault,
+             "global memory, \"" + buffer->name + "\" bytes [" + std::to_string(conflict.first) +
+                 ", " + std::to_string(conflict.last) + ")",
+             {place(global, "this access"), place(conflict.earlier, "the earlier one")});
+}
+
+void Machine::Observe(Warp& warp, uint32_t mask, const Messages& messages, bool acquires) {
+  Split(warp, mask);
+  for (Knowledge& one : warp.knowledge) {
+    if (!(one.mask & mask)) continue;
+    if (!acquires) {
+      one.clock.Observe(messages);
+      continue;
+    }
+    for (const Message& message : messages) {
+      one.clock.Acquire(warp.cta->cluster->number, message);
+    }
+  }
+}
+
+void Machine::WriteStrongly(Context& context,
+                            int lane,
+                            Locations& locations,
+                            uint64_t first,
+                            uint32_t size,
+                            Scope scope,
+                            bool releases,
+                            bool is_atomic) {
+  const Knowledge& known = KnowledgeOfLane(context.warp, lane);
+  Messages messages = known.clock.released();
+  const Cluster& cluster = *context.cta.cluster;
+  if (releases) messages.fill(known.clock.Release(cluster.number));
+  locations.Write(first / 4,
+                  (first + size + 3) / 4,
+                  cluster.number,
+                  context.cta.rank,
+                  scope,
+                  messages,
+                  is_atomic,
+                  clusters_.front()->number);
+}
+
+void Machine::Fence(Warp& warp, uint32_t mask, Scope scope) {
+  if (!options_.check_races) return;
+  Split(warp, mask);
+  for (Knowledge& one : warp.knowledge) {
+    if (one.mask & mask) one.clock.Fence(warp.cta->cluster->number, scope);
+  }
+  Advance(warp, mask);
 }
 
 void Machine::AccessTensor(const Access& access,
@@ -843,14 +991,14 @@ void Machine::AccessTensor(const Access& access,
   }
   const bool found = write ? cta.tensor_shadow.Write(first, count, access, clock, own, &conflict)
                            : cta.tensor_shadow.Read(first, count, access, clock, own, &conflict);
-  if (!found || !IsNewRace(access, conflict)) return;
+  if (!found || !IsNewRace(access.instruction, conflict.earlier.instruction)) return;
   const size_t at = conflict.cell % 64 * 8;
-  ReportRace(cta,
-             access,
-             write,
-             conflict,
-             "tensor memory lane " + std::to_string(conflict.cell / 64) + ", columns [" +
-                 std::to_string(at) + ", " + std::to_string(at + 8) + ")");
+  ReportClusterRace(cta,
+                    access,
+                    write,
+                    conflict,
+                    "tensor memory lane " + std::to_string(conflict.cell / 64) + ", columns [" +
+                        std::to_string(at) + ", " + std::to_string(at + 8) + ")");
 }
 
 const TensorMap* Machine::DecodeMap(const uint8_t* bytes) {
@@ -972,45 +1120,64 @@ void Machine::OperationFault(const Operation& operation, const std::string& mess
 }
 
 // A race in a loop shows at every turn: whether this pair of instructions was not reported yet.
-bool Machine::IsNewRace(const Access& access, const Shadow::Conflict& conflict) {
+bool Machine::IsNewRace(int32_t instruction, int32_t earlier) {
   if (reports_.size() >= options_.max_reports) return false;
-  const uint64_t pair = static_cast<uint64_t>(static_cast<uint32_t>(access.instruction)) << 32 |
-                        static_cast<uint32_t>(conflict.earlier.instruction);
+  const uint64_t pair = static_cast<uint64_t>(static_cast<uint32_t>(instruction)) << 32 |
+                        static_cast<uint32_t>(earlier);
   return races_.insert(pair).second;
 }
 
-void Machine::ReportRace(Cta& cta,
-                         const Access& access,
-                         bool write,
-                         const Shadow::Conflict& conflict,
-                         const std::string& where) {
-  Report report{.kind = Report::Kind::kRace, .message = "", .places = {}, .fatal = false};
-  if (conflict.unfenced) {
-    report.message =
-        "what the generic proxy wrote to " + where +
-        " is read through the asynchronous proxy without a fence.proxy.async by the writer.";
-  } else if (conflict.unpublished) {
-    report.message = "two accesses of " + where +
-                     " are ordered, but no tcgen05.fence::before_thread_sync follows "
-                     "the earlier one before its thread signals.";
-  } else if (conflict.unrelied) {
-    report.message = "two accesses of " + where +
-                     " are ordered, but no tcgen05.fence::after_thread_sync stands "
-                     "between the wait of the later one's thread and the access.";
-  } else {
-    report.message = "nothing orders two accesses of " + where + ".";
+void Machine::ReportRace(Fault fault,
+                         const std::string& where,
+                         std::array<Report::Place, 2> places) {
+  Report report{.kind = Report::Kind::kRace,
+                .message = "",
+                .places = {places.begin(), places.end()},
+                .fatal = false};
+  switch (fault) {
+    case Fault::kUnordered:
+      report.message = "nothing orders two accesses of " + where + ".";
+      break;
+    case Fault::kNarrow:
+      report.message = "nothing orders two accesses of " + where +
+                       ", and the scope of one does not contain the other's thread.";
+      break;
+    case Fault::kUnfenced:
+      report.message = "what the generic proxy wrote to " + where +
+                       " is read through the asynchronous proxy without a fence.proxy.async" +
+                       (where.starts_with("global") ? " between." : " by the writer.");
+      break;
+    case Fault::kUnpublished:
+      report.message = "two accesses of " + where +
+                       " are ordered, but no tcgen05.fence::before_thread_sync follows "
+                       "the earlier one before its thread signals.";
+      break;
+    case Fault::kUnrelied:
+      report.message = "two accesses of " + where +
+                       " are ordered, but no tcgen05.fence::after_thread_sync stands "
+                       "between the wait of the later one's thread and the access.";
+      break;
   }
-  const auto add = [&](const Access& one, bool is_write, const char* which) {
-    Report::Place place = PlaceOf(one.instruction);
-    place.cta = cta.index;
-    place.warp = WarpOfSlot(cta, one.slot);
-    place.lane = one.lane;
-    place.role = std::string(which) + (is_write ? " writes it" : " reads it");
-    report.places.push_back(std::move(place));
-  };
-  add(access, write, "this access");
-  add(conflict.earlier, conflict.earlier_is_write, "the earlier one");
   AddReport(std::move(report));
+}
+
+void Machine::ReportClusterRace(const Cta& cta,
+                                const Access& access,
+                                bool write,
+                                const Shadow::Conflict& conflict,
+                                const std::string& where) {
+  const auto place = [&](const Access& one, bool is_write, const char* which) {
+    Report::Place at = PlaceOf(one.instruction);
+    at.cta = IndexOf(cta.cluster->number, one.slot / SlotsOfCta());
+    at.warp = WarpOfSlot(one.slot);
+    at.lane = one.lane;
+    at.role = std::string(which) + (is_write ? " writes it" : " reads it");
+    return at;
+  };
+  ReportRace(conflict.fault,
+             where,
+             {place(access, write, "this access"),
+              place(conflict.earlier, conflict.earlier_is_write, "the earlier one")});
 }
 
 // In strict mode nothing that uses the CTA's memory may be under way when its threads end.
@@ -1080,10 +1247,9 @@ std::string Machine::DescribeWait(Warp& warp, const Group& group) {
   return text + " " + inst.describe_wait(context, inst);
 }
 
-int Machine::WarpOfSlot(const Cta& cta, Slot slot) const {
-  const size_t slots_of_cta = cta.warps.size() * kWarpSlots + 1 + kCopySlots;
-  const size_t within = slot % slots_of_cta;
-  return within < cta.warps.size() * kWarpSlots ? static_cast<int>(within / kWarpSlots) : -1;
+int Machine::WarpOfSlot(Slot slot) const {
+  const uint32_t within = slot % SlotsOfCta();
+  return within + 1 + kCopySlots < SlotsOfCta() ? static_cast<int>(within / kWarpSlots) : -1;
 }
 
 // Where every warp that has not ended stands.

@@ -185,6 +185,7 @@ struct Cta {
   uint32_t first_barrier = UINT32_MAX,
            last_barrier = 0;  // between these addresses all of them have been
   std::array<NamedBarrier, 16> barriers;
+  Locations locations;  // of its shared memory
   std::deque<std::unique_ptr<Operation>> tensor_pipe;  // executes in order
   std::vector<std::unique_ptr<Operation>> copies;      // execute in any order
   Slot first_slot = 0;
@@ -199,6 +200,12 @@ struct Cluster {
   std::vector<std::unique_ptr<Cta>> ctas;
   std::vector<uint32_t> times;  // current time of each slot
   NamedBarrier barrier;         // barrier.cluster
+};
+
+// What is noted of a buffer of global memory that kernels may write.
+struct GlobalMemory {
+  GlobalShadow shadow;
+  Locations locations;
 };
 
 // Slots of a CTA, per warp and then for its asynchronous units.
@@ -320,8 +327,12 @@ class Machine {
   uint8_t* FindGlobal(uint64_t address, uint64_t size, bool write, const Buffer** buffer = nullptr);
 
   // Checks and notes an access by lane `lane` of a warp. Sizes in bytes.
-  void AccessShared(
-      Context& context, int lane, const SharedPlace& place, uint32_t size, bool write);
+  void AccessShared(Context& context,
+                    int lane,
+                    const SharedPlace& place,
+                    uint32_t size,
+                    bool write,
+                    Scope scope = Scope::kNone);
   // In strict mode, a store to an mbarrier that was not invalidated is misuse.
   void CheckBarriers(Context& context, int lane, const SharedPlace& place, uint32_t size);
   // By an asynchronous operation.
@@ -334,6 +345,40 @@ class Machine {
                    const SharedPlace& place,
                    uint32_t size,
                    bool write);
+  // How an access uses memory. An atomic operation does both.
+  enum class Use : uint8_t { kRead, kWrite, kBoth };
+  // The same for global memory, in bytes from `address` on, which FindGlobal has found.
+  void AccessGlobal(
+      Context& context, int lane, uint64_t address, uint64_t size, Use use, Scope scope);
+  void AccessGlobal(const Operation& operation,
+                    uint64_t address,
+                    uint64_t size,
+                    Use use,
+                    Scope scope = Scope::kNone);
+  void CheckGlobal(const Access& access,
+                   const VectorClock& clock,
+                   const Cta& cta,
+                   int warp,
+                   uint64_t address,
+                   uint64_t size,
+                   Use use);
+  // Where the strong accesses of shared memory (of a CTA), or of global memory at an address,
+  // release and acquire. Null where nothing does: races are not checked, or nobody writes there.
+  Locations* LocationsOf(Cta& cta) { return options_.check_races ? &cta.locations : nullptr; }
+  Locations* LocationsOf(uint64_t address, uint64_t* offset);
+  // What strong reads by lanes have observed: they take it up now, or at their next fence.
+  void Observe(Warp& warp, uint32_t mask, const Messages& messages, bool acquires);
+  // A strong write by a lane of bytes [first, first + size).
+  void WriteStrongly(Context& context,
+                     int lane,
+                     Locations& locations,
+                     uint64_t first,
+                     uint32_t size,
+                     Scope scope,
+                     bool releases,
+                     bool is_atomic);
+  // fence.acq_rel and fence.sc.
+  void Fence(Warp& warp, uint32_t mask, Scope scope);
   // `warp` is the one whose instruction it is, or that issued the operation.
   void AccessTensor(const Access& access,
                     const VectorClock& clock,
@@ -389,6 +434,7 @@ class Machine {
   Options options_;
   Random random_;
   std::vector<std::unique_ptr<Cluster>> clusters_;  // resident
+  std::vector<std::unique_ptr<GlobalMemory>> global_;  // of each buffer, null where no one writes
   std::vector<Report> reports_;
   uint64_t next_cluster_ = 0;
   uint64_t cluster_count_ = 0;
@@ -424,14 +470,19 @@ class Machine {
   void CheckPending(Context& context, const Inst& inst);
   void CompletePhase(Cta& cta, MBarrier& barrier);
   Report::Place PlaceOf(int32_t instruction) const;
-  int WarpOfSlot(const Cta& cta, Slot slot) const;
+  uint32_t SlotsOfCta() const;
+  int WarpOfSlot(Slot slot) const;
+  std::array<uint32_t, 3> IndexOf(uint32_t cluster, uint32_t rank) const;
+  GlobalMemory* FindChecked(uint64_t address, const Buffer** buffer);
   std::string DescribeWait(Warp& warp, const Group& group);
-  bool IsNewRace(const Access& access, const Shadow::Conflict& conflict);
-  void ReportRace(Cta& cta,
-                  const Access& access,
-                  bool write,
-                  const Shadow::Conflict& conflict,
-                  const std::string& where);
+  bool IsNewRace(int32_t instruction, int32_t earlier);
+  // `places` are those of the access and of the earlier one.
+  void ReportRace(Fault fault, const std::string& where, std::array<Report::Place, 2> places);
+  void ReportClusterRace(const Cta& cta,
+                         const Access& access,
+                         bool write,
+                         const Shadow::Conflict& conflict,
+                         const std::string& where);
   void ReportStanding(Report::Kind kind, const std::string& message);
 };
 
