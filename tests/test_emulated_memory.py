@@ -917,10 +917,10 @@ def test_many_bulk_groups() -> None:
       ProxyFence();
       __syncwarp();
       if (threadIdx.x) return;
-      for (int i = 0; i < 2000; ++i) { Store(out + 4 * (i % 8), x, 16); Commit(); }
+      for (int i = 0; i < 2000; ++i) { Store(out + 4 * i, x, 16); Commit(); }
       WaitAll();
     }""")
-    out = np.zeros((8, 4), np.uint32)
+    out = np.zeros((2000, 4), np.uint32)
     check_launch(kernel, out, threads=4)
     np.testing.assert_array_equal(out, np.broadcast_to([1, 2, 3, 4], out.shape))
 

@@ -172,7 +172,7 @@ PLANTED = [
       if (t == 0) asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];"
                                :: "r"(Map(Shared((void*)x), other)), "r"(5), "r"(Map(Shared(&b), other)) : "memory");
       FIX(Wait(&b, 0);)
-      out[t] = x[0];
+      out[64 * blockIdx.x + t] = x[0];
       Wait(&b, 0);
       ClusterSync();""",
         cluster=2,
@@ -602,7 +602,7 @@ PLANTED = [
         "memory",
         r"a store to global address 0x[0-9a-f]+ \(4 bytes\) is out of range",
         ("st.global.u32",),
-        "out[1023 FAULT(+ 1)] = t;",
+        "if (t == 0) out[1023 FAULT(+ 1)] = t;",
     ),
     Planted(
         "end of shared memory",

@@ -384,7 +384,7 @@ void GlobalShadow::Release(uint32_t history, uint64_t cells) {
   if (history == 0) return;
   histories_[history].cells -= cells;
   if (histories_[history].cells != 0) return;
-  histories_[history].accesses.clear();
+  histories_[history].others = nullptr;
   free_.push_back(history);
   if (history == last_before_ || history == last_after_) last_access_ = GlobalAccess();
 }
@@ -396,12 +396,11 @@ uint32_t GlobalShadow::Follow(uint32_t before,
                               GlobalAccess* earlier,
                               Fault* fault) {
   if (before == last_before_ && access == last_access_) return last_after_;
-  const std::vector<GlobalAccess>& known = histories_[before].accesses;
   // Whoever polls a flag makes the same access over and over.
-  if (!known.empty() && known.back() == access) return before;
+  if (histories_[before].last == access) return before;
   kept_.clear();
   size_t same_kind = 0;
-  for (const GlobalAccess& one : known) {
+  const auto meet = [&](const GlobalAccess& one) {
     const bool is_before = (one.cluster == access.cluster
                                 ? clock.seen(one.slot)
                                 : clock.SeenAbroad(one.cluster, one.slot)) >= one.time;
@@ -421,16 +420,21 @@ uint32_t GlobalShadow::Follow(uint32_t before,
     const bool replaces = (one.bytes & ~access.bytes) == 0 && (access.write || !one.write) &&
                           access.scope <= one.scope &&
                           (is_before || (access.write && access.scope == 0));
-    if (replaces) continue;
+    if (replaces) return;
     kept_.push_back(one);
     same_kind += one.write == access.write && one.scope == access.scope;
+  };
+  if (before != 0) {
+    if (histories_[before].others != nullptr) {
+      for (const GlobalAccess& one : *histories_[before].others) meet(one);
+    }
+    meet(histories_[before].last);
   }
   if (same_kind >= kMaxConcurrent) {
     kept_.erase(std::find_if(kept_.begin(), kept_.end(), [&](const GlobalAccess& one) {
       return one.write == access.write && one.scope == access.scope;
     }));
   }
-  kept_.push_back(access);
   uint32_t after;
   if (free_.empty()) {
     after = static_cast<uint32_t>(histories_.size());
@@ -439,7 +443,10 @@ uint32_t GlobalShadow::Follow(uint32_t before,
     after = free_.back();
     free_.pop_back();
   }
-  histories_[after].accesses.assign(kept_.begin(), kept_.end());
+  histories_[after].last = access;
+  if (!kept_.empty()) {
+    histories_[after].others = std::make_unique<std::vector<GlobalAccess>>(kept_);
+  }
   last_before_ = before;
   last_after_ = after;
   last_access_ = access;

@@ -287,6 +287,7 @@ struct GlobalAccess {
   uint32_t bytes : 4 = 0;  // of the cell, a bit each
   bool operator==(const GlobalAccess&) const = default;
 };
+static_assert(sizeof(GlobalAccess) == 16);
 
 // The cells of one buffer of global memory. Most of it is accessed in large pieces, by bulk copies
 // and warps, so that many cells have the same history: a cell holds the number of its history, and
@@ -311,10 +312,12 @@ class GlobalShadow {
             Conflict* conflict);
 
  private:
-  // The accesses that later ones may conflict with, oldest first. Never changes while cells have it.
+  // The accesses that later ones may conflict with. Never changes while cells have it. Where lanes
+  // write words of their own, every word has one: so it is small as long as one access is all.
   struct History {
-    std::vector<GlobalAccess> accesses;
-    uint64_t cells = 0;  // that have it
+    GlobalAccess last;
+    std::unique_ptr<std::vector<GlobalAccess>> others;  // oldest first
+    uint64_t cells = 0;                                 // that have it
   };
   Zeros<uint32_t> cells_;  // index of the history; 0 is that without accesses
   std::vector<History> histories_;
