@@ -447,6 +447,7 @@ CASES = [
         {
             "no proxy fence": ("GlobalProxyFence(); ", "", FENCE),
             "proxy fence of shared memory": ("GlobalProxyFence(); ", "ProxyFence(); ", FENCE),
+            "proxy fence too early": (WRITES + " GlobalProxyFence();", "GlobalProxyFence(); " + WRITES, FENCE),
             "no acquire": ("LoadAcquire(", "LoadRelaxed(", ORDER),
         },
         ctas=2,

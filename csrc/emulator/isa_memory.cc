@@ -610,6 +610,8 @@ Outcome ProxyFence(Context& context, const Inst& inst) {
     }
     if (inst.mode[0] & 2) one.clock.MakeVisible(context.cta.cluster->number);
   }
+  // What they write from now on is later.
+  context.machine.Advance(warp, context.mask);
   return Outcome::kNext;
 }
 

@@ -463,9 +463,7 @@ void Locations::Location::Add(uint32_t cluster,
   for (Near& one : near) {
     if (one.cluster == cluster && one.rank == rank) return one.message.Join(message);
   }
-  if (near.size() == near.capacity()) {
-    std::erase_if(near, [&](const Near& one) { return one.cluster < oldest; });
-  }
+  std::erase_if(near, [&](const Near& one) { return one.cluster < oldest; });
   near.push_back({cluster, rank, message});
 }
 
@@ -481,11 +479,20 @@ void Locations::Write(uint64_t first,
   for (const Message& message : messages) empty &= message.empty();
   if (!is_atomic) Forget(first, last);
   if (empty) return;
+  const Step step{cluster, rank, scope, messages};
   for (uint64_t at = first; at < last; ++at) {
-    Location& location = locations_[at];
-    location.Add(cluster, rank, messages[0], oldest);
-    if (scope >= Scope::kCluster) location.Add(cluster, kAnyRank, messages[1], oldest);
-    if (scope >= Scope::kGpu) location.grid.Join(messages[2]);
+    Pointer& place = locations_[at];
+    if (last_after_ == nullptr || last_before_ != place || step != last_) {
+      auto location = place == nullptr ? std::make_shared<Location>()
+                                       : std::make_shared<Location>(*place);
+      location->Add(cluster, rank, messages[0], oldest);
+      if (scope >= Scope::kCluster) location->Add(cluster, kAnyRank, messages[1], oldest);
+      if (scope >= Scope::kGpu) location->grid.Join(messages[2]);
+      last_ = step;
+      last_before_ = place;
+      last_after_ = std::move(location);
+    }
+    place = last_after_;
   }
 }
 
@@ -498,12 +505,12 @@ bool Locations::Read(uint64_t first,
   if (locations_.empty()) return false;
   const auto end = locations_.lower_bound(last);
   for (auto it = locations_.lower_bound(first); it != end; ++it) {
-    for (const Near& one : it->second.near) {
+    for (const Near& one : it->second->near) {
       if (one.cluster != cluster) continue;
       if (one.rank == rank) (*messages)[0].Join(one.message);
       if (one.rank == kAnyRank && scope >= Scope::kCluster) (*messages)[1].Join(one.message);
     }
-    if (scope >= Scope::kGpu) (*messages)[2].Join(it->second.grid);
+    if (scope >= Scope::kGpu) (*messages)[2].Join(it->second->grid);
   }
   return *messages != Messages();
 }

@@ -373,12 +373,23 @@ class Locations {
     uint32_t rank = 0;  // or kAnyRank, to the whole cluster
     Message message;
   };
+  // Never changes, and is shared: a CTA that has fenced once may go on to add to a whole tensor.
   struct Location {
     std::vector<Near> near;
     Message grid;
     void Add(uint32_t cluster, uint32_t rank, const Message& message, uint32_t oldest);
   };
-  std::map<uint64_t, Location> locations_;
+  using Pointer = std::shared_ptr<const Location>;
+  struct Step {
+    uint32_t cluster = 0, rank = 0;
+    Scope scope = Scope::kNone;
+    Messages messages;
+    bool operator==(const Step&) const = default;
+  };
+  std::map<uint64_t, Pointer> locations_;
+  // The last write, and what it made of the last location.
+  Step last_;
+  Pointer last_before_, last_after_;
 };
 
 }  // namespace jax_fa4::emulator
