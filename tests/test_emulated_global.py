@@ -1,5 +1,7 @@
-"""Order of accesses of global memory, between CTAs and within one, and of atomics in shared memory: each kernel here is
-run with a fault and without, and only the faulty one is reported, whatever the scheduler does."""
+"""Order in global memory, between CTAs and within one, and of atomics in shared memory.
+
+Each kernel here is run with a fault and without, and only the faulty one is reported, whatever the scheduler does.
+"""
 
 from __future__ import annotations
 
@@ -239,7 +241,11 @@ CASES = [
             "relaxed load": ("LoadAcquire(", "LoadRelaxed(", ORDER),
             "acquire of the CTA": ("LoadAcquire(", "LoadAcquireCta(", SCOPE),
             "weak load": ("LoadAcquire(", "LoadWeak(", ORDER),
-            "no barrier before the release": ("__syncthreads(); if (t == 0) StoreRelease", "if (t == 0) StoreRelease", ORDER),
+            "no barrier before the release": (
+                "__syncthreads(); if (t == 0) StoreRelease",
+                "if (t == 0) StoreRelease",
+                ORDER,
+            ),
             "no barrier after the acquire": ("{} __syncthreads();", "{}", ORDER),
         },
         ctas=2,
@@ -294,8 +300,13 @@ CASES = [
         if (b == 1 && t == 0) { while (LoadAcquire(flag) == 0) {} AddRelease(flag + 1, 1); }
         if (b == 2) { if (t == 0) while (LoadAcquire(flag + 1) == 0) {} __syncthreads(); out[t] = work[63 - t]; }
         """,
-        {"the one between only reads": ("while (LoadAcquire(flag) == 0) {} AddRelease",
-                                        "while (LoadRelaxed(flag) == 0) {} AddRelease", ORDER)},
+        {
+            "the one between only reads": (
+                "while (LoadAcquire(flag) == 0) {} AddRelease",
+                "while (LoadRelaxed(flag) == 0) {} AddRelease",
+                ORDER,
+            )
+        },
         ctas=3,
     ),
     Case(
@@ -304,7 +315,11 @@ CASES = [
         {
             "no fence before": ("if (t == 0) __threadfence();", "", ORDER),
             "fence of the block before": ("if (t == 0) __threadfence();", "if (t == 0) __threadfence_block();", ORDER),
-            "no barrier before": ("__syncthreads(); if (t == 0) __threadfence();", "if (t == 0) __threadfence();", ORDER),
+            "no barrier before": (
+                "__syncthreads(); if (t == 0) __threadfence();",
+                "if (t == 0) __threadfence();",
+                ORDER,
+            ),
             "fence of another thread": ("if (t == 0) __threadfence();", "if (t == 32) __threadfence();", ORDER),
             "no fence after": ("if (last) {\n    __threadfence();", "if (last) {", ORDER),
             "atomic of the block": ("atomicAdd(", "atomicAdd_block(", SCOPE),
@@ -335,13 +350,22 @@ CASES = [
             "no fence after the wait": ("{} __threadfence();", "{}", ORDER),
             "no barrier after the wait": ("}\n  __syncthreads();", "}", ORDER),
             "no fence before the next": ("{ __threadfence(); *", "{ *", ORDER),
-            "no barrier before the next": ("__syncthreads(); if (t == 0) { __threadfence", "if (t == 0) { __threadfence", ORDER),
+            "no barrier before the next": (
+                "__syncthreads(); if (t == 0) { __threadfence",
+                "if (t == 0) { __threadfence",
+                ORDER,
+            ),
         },
         expect_ordered,
     ),
     Case(
         "ordered accumulation by release and acquire",
-        ORDERED % ("while (LoadAcquire(turn) != b) {}", "__syncthreads();", "__syncthreads(); if (t == 0) AddRelease(turn, 1);"),
+        ORDERED
+        % (
+            "while (LoadAcquire(turn) != b) {}",
+            "__syncthreads();",
+            "__syncthreads(); if (t == 0) AddRelease(turn, 1);",
+        ),
         {
             "no order": ("while (LoadAcquire(turn) != b) {}", "", ORDER),
             "relaxed": ("AddRelease(", "atomicAdd(", ORDER),
@@ -558,8 +582,15 @@ CASES = [
         "flag within a cluster",
         """
         u32* flag = work + 1024 + blockIdx.x / 2;
-        if (Special_rank() == 0) { work[64 * b + t] = 100 + t; __syncthreads(); if (t == 0) StoreReleaseCluster(flag, 1); }
-        else { if (t == 0) while (LoadAcquireCluster(flag) == 0) {} __syncthreads(); out[32 * b - 32 + t] = work[64 * b - 1 - t]; }
+        if (Special_rank() == 0) {
+          work[64 * b + t] = 100 + t;
+          __syncthreads();
+          if (t == 0) StoreReleaseCluster(flag, 1);
+        } else {
+          if (t == 0) while (LoadAcquireCluster(flag) == 0) {}
+          __syncthreads();
+          out[32 * b - 32 + t] = work[64 * b - 1 - t];
+        }
         """,
         {
             "release of the CTA": ("StoreReleaseCluster(", "StoreReleaseCta(", SCOPE),
@@ -601,7 +632,11 @@ CASES = [
         out[64 * b + t] = sum - sum + 163 - t;""",
         {
             "scope of the CTA": (".cluster.shared::cluster", ".cta.shared::cluster", SCOPE),
-            "no barrier before": ("sum = 0;\n        ClusterSync();", "sum = 0;", "nothing orders two accesses of shared memory"),
+            "no barrier before": (
+                "sum = 0;\n        ClusterSync();",
+                "sum = 0;",
+                "nothing orders two accesses of shared memory",
+            ),
         },
         ctas=2,
         cluster=2,
@@ -616,13 +651,17 @@ CASES = [
         if (t == 32) { while (atomicAdd(&flag, 0) == 0) {} __threadfence_block(); out[0] = data + 156; }
         if (t != 0) out[t] = 163 - t;""",
         {
-            "no fence before": ("data = in[7]; __threadfence_block();", "data = in[7];", "two accesses of shared memory"),
+            "no fence before": (
+                "data = in[7]; __threadfence_block();",
+                "data = in[7];",
+                "two accesses of shared memory",
+            ),
             "no fence after": ("{} __threadfence_block();", "{}", "two accesses of shared memory"),
             "plain flag": ("atomicExch(&flag, 1);", "flag = 1;", "two accesses of shared memory"),
         },
         ctas=1,
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -635,9 +674,7 @@ def test_right_kernels_are_clean(case: Case) -> None:
             np.testing.assert_array_equal(out[:64], case.expect(np.arange(64, dtype=np.uint32)))
 
 
-@pytest.mark.parametrize(
-    ("case", "fault"), [pytest.param(c, f, id=f"{c.name}: {f}") for c in CASES for f in c.faults]
-)  # fmt: skip
+@pytest.mark.parametrize(("case", "fault"), [pytest.param(c, f, id=f"{c.name}: {f}") for c in CASES for f in c.faults])
 def test_faults_are_reported(case: Case, fault: str) -> None:
     """In every order in which the scheduler may run them."""
     kernel = case.kernel(fault)
@@ -682,8 +719,10 @@ def test_grids_of_thousands_of_ctas() -> None:
         u32 t = threadIdx.x, b = blockIdx.x;
         u32* counter = work + 64 * gridDim.x;
         {LAST_BLOCK.split("u32* counter")[0]}
-        {LAST_BLOCK.split("work + 1024;")[1] % ("__threadfence(); __syncthreads();", "atomicAdd(counter, 1)",
-                                                "__threadfence();")}
+        {
+        LAST_BLOCK.split("work + 1024;")[1]
+        % ("__threadfence(); __syncthreads();", "atomicAdd(counter, 1)", "__threadfence();")
+    }
       }}""")
     ctas = 3000
     out, work = np.zeros(64, np.uint32), np.zeros(64 * ctas + 1, np.uint32)

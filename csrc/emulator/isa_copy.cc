@@ -347,8 +347,8 @@ std::optional<Tile> FindTile(
   return std::nullopt;
 }
 
-// Global memory as a tile's copy sees it: notes the accesses, and reports at the end that the tensor
-// reaches outside of it.
+// Global memory as a tile's copy sees it: notes the accesses, and reports at the end that the
+// tensor reaches outside of it.
 class TileMemory {
  public:
   TileMemory(Machine& machine, const Operation& operation, Machine::Use use)

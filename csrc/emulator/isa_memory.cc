@@ -68,8 +68,7 @@ struct Target {
 };
 
 // Null after a report.
-Target Find(
-    Context& context, Area area, uint64_t address, uint32_t size, int lane, bool write) {
+Target Find(Context& context, Area area, uint64_t address, uint32_t size, int lane, bool write) {
   Machine& machine = context.machine;
   const char* what = write ? "a store to" : "a load from";
   const auto fail = [&](const std::string& where) -> Target {
@@ -599,6 +598,7 @@ void DecodeAtomic(Decoder& decoder, Parts& parts, bool has_result) {
 
 // mode[0]: bit 0 of shared memory, bit 1 of global memory.
 Outcome ProxyFence(Context& context, const Inst& inst) {
+  if (!context.machine.options().check_races) return Outcome::kNext;
   Warp& warp = context.warp;
   const auto first = static_cast<Slot>(context.cta.first_slot + warp.index * kWarpSlots);
   for (Knowledge& one : warp.knowledge) {

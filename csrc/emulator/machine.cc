@@ -757,12 +757,8 @@ uint8_t* Machine::FindGlobal(uint64_t address, uint64_t size, bool write, const 
   return nullptr;
 }
 
-void Machine::AccessShared(Context& context,
-                           int lane,
-                           const SharedPlace& place,
-                           uint32_t size,
-                           bool write,
-                           Scope scope) {
+void Machine::AccessShared(
+    Context& context, int lane, const SharedPlace& place, uint32_t size, bool write, Scope scope) {
   if (!options_.check_races) return;
   const Knowledge& known = KnowledgeOfLane(context.warp, lane);
   const Access access{known.clock.seen(known.slot),
@@ -964,7 +960,6 @@ void Machine::WriteStrongly(Context& context,
 
 void Machine::Fence(Warp& warp, uint32_t mask, Scope scope) {
   if (!options_.check_races) return;
-  Split(warp, mask);
   for (Knowledge& one : warp.knowledge) {
     if (one.mask & mask) one.clock.Fence(warp.cta->cluster->number, scope);
   }

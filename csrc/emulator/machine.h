@@ -185,7 +185,7 @@ struct Cta {
   uint32_t first_barrier = UINT32_MAX,
            last_barrier = 0;  // between these addresses all of them have been
   std::array<NamedBarrier, 16> barriers;
-  Locations locations;  // of its shared memory
+  Locations locations;                                 // of its shared memory
   std::deque<std::unique_ptr<Operation>> tensor_pipe;  // executes in order
   std::vector<std::unique_ptr<Operation>> copies;      // execute in any order
   Slot first_slot = 0;
@@ -377,7 +377,8 @@ class Machine {
                      Scope scope,
                      bool releases,
                      bool is_atomic);
-  // fence.acq_rel and fence.sc.
+  // fence.acq_rel and fence.sc. Lanes that know the same are one agent: a fence of some is one of
+  // all.
   void Fence(Warp& warp, uint32_t mask, Scope scope);
   // `warp` is the one whose instruction it is, or that issued the operation.
   void AccessTensor(const Access& access,
@@ -433,7 +434,7 @@ class Machine {
   Launch launch_;
   Options options_;
   Random random_;
-  std::vector<std::unique_ptr<Cluster>> clusters_;  // resident
+  std::vector<std::unique_ptr<Cluster>> clusters_;     // resident
   std::vector<std::unique_ptr<GlobalMemory>> global_;  // of each buffer, null where no one writes
   std::vector<Report> reports_;
   uint64_t next_cluster_ = 0;

@@ -5,8 +5,8 @@
 namespace jax_fa4::emulator {
 namespace {
 
-// How many accesses of one kind that nothing orders are remembered of a cell. Of more of them, as of
-// a counter that all CTAs of a large grid add to, the oldest are forgotten: whoever is ordered
+// How many accesses of one kind that nothing orders are remembered of a cell. Of more of them, as
+// of a counter that all CTAs of a large grid add to, the oldest are forgotten: whoever is ordered
 // behind all others, and not behind those, is not noticed.
 constexpr size_t kMaxConcurrent = 16;
 
@@ -97,8 +97,10 @@ const std::vector<AgentTimes>* GridClock::Find(uint32_t cluster) const {
 uint32_t GridClock::seen(uint32_t cluster, Slot slot) const {
   const std::vector<AgentTimes>* times = Find(cluster);
   if (times == nullptr) return 0;
-  const auto at = std::lower_bound(
-      times->begin(), times->end(), slot, [](const AgentTimes& one, Slot s) { return one.slot < s; });
+  const auto at =
+      std::lower_bound(times->begin(), times->end(), slot, [](const AgentTimes& one, Slot s) {
+        return one.slot < s;
+      });
   return at != times->end() && at->slot == slot ? at->seen : 0;
 }
 
@@ -131,7 +133,8 @@ void VectorClock::Fence(uint32_t cluster, Scope scope) {
     const Messages observed = abroad_->observed;
     for (int level = 0; level < levels; ++level) Acquire(cluster, observed[level]);
   }
-  auto abroad = abroad_ == nullptr ? std::make_shared<Abroad>() : std::make_shared<Abroad>(*abroad_);
+  auto abroad =
+      abroad_ == nullptr ? std::make_shared<Abroad>() : std::make_shared<Abroad>(*abroad_);
   const Message all = Release(cluster);
   for (int level = 0; level < levels; ++level) {
     abroad->observed[level] = Message();
@@ -280,8 +283,7 @@ bool Shadow::Read(size_t first,
     }
     if (cell.read.time != 0 && !IsBefore(cell.read, clock)) {
       std::vector<Access>& more = More(cell);
-      std::erase_if(more,
-                    [&](const Access& read) { return !read.write && IsBefore(read, clock); });
+      std::erase_if(more, [&](const Access& read) { return !read.write && IsBefore(read, clock); });
       more.push_back(cell.read);
     }
     cell.read = access;
@@ -337,7 +339,7 @@ void Shadow::Strong(size_t at, const Access& access, const VectorClock& clock) {
 
 // Whether both are strong, and the scope of each contains the other's thread.
 bool GlobalShadow::Covers(const GlobalAccess& a, const GlobalAccess& b) const {
-  const Scope needed = a.cluster != b.cluster                              ? Scope::kGpu
+  const Scope needed = a.cluster != b.cluster                             ? Scope::kGpu
                        : a.slot / slots_of_cta_ != b.slot / slots_of_cta_ ? Scope::kCluster
                                                                           : Scope::kCta;
   return static_cast<Scope>(std::min<uint16_t>(a.scope, b.scope)) >= needed;
@@ -401,9 +403,9 @@ uint32_t GlobalShadow::Follow(uint32_t before,
   kept_.clear();
   size_t same_kind = 0;
   const auto meet = [&](const GlobalAccess& one) {
-    const bool is_before = (one.cluster == access.cluster
-                                ? clock.seen(one.slot)
-                                : clock.SeenAbroad(one.cluster, one.slot)) >= one.time;
+    const bool is_before =
+        (one.cluster == access.cluster ? clock.seen(one.slot)
+                                       : clock.SeenAbroad(one.cluster, one.slot)) >= one.time;
     const bool both_strong = one.scope != 0 && access.scope != 0;
     if (earlier->time == 0 && (one.write || access.write) && (one.bytes & access.bytes) != 0) {
       if (!is_before && !Covers(one, access)) {
@@ -483,8 +485,8 @@ void Locations::Write(uint64_t first,
   for (uint64_t at = first; at < last; ++at) {
     Pointer& place = locations_[at];
     if (last_after_ == nullptr || last_before_ != place || step != last_) {
-      auto location = place == nullptr ? std::make_shared<Location>()
-                                       : std::make_shared<Location>(*place);
+      auto location =
+          place == nullptr ? std::make_shared<Location>() : std::make_shared<Location>(*place);
       location->Add(cluster, rank, messages[0], oldest);
       if (scope >= Scope::kCluster) location->Add(cluster, kAnyRank, messages[1], oldest);
       if (scope >= Scope::kGpu) location->grid.Join(messages[2]);

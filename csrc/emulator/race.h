@@ -2,10 +2,10 @@
 // cell.
 //
 // An agent is whatever executes in an order of its own: lanes of a warp that run together, a tensor
-// core's pipe, one asynchronous copy. Each has a slot in the vector clocks of its cluster. An access
-// is ordered behind another if the clock that the accessing agent has seen of the other's slot has
-// reached the time of that access. What an agent knows of other clusters it has by way of global
-// memory; mostly that is nothing.
+// core's pipe, one asynchronous copy. Each has a slot in the vector clocks of its cluster. An
+// access is ordered behind another if the clock that the accessing agent has seen of the other's
+// slot has reached the time of that access. What an agent knows of other clusters it has by way of
+// global memory; mostly that is nothing.
 //
 // Source: Flanagan and Freund, "FastTrack: efficient and precise dynamic race detection" (2009).
 
@@ -27,7 +27,8 @@ namespace jax_fa4::emulator {
 using Slot = uint16_t;
 
 // Whose accesses of the same location a strong access (.relaxed, .volatile, an atomic) may meet
-// without a race; kNone of a weak access. Beyond the GPU there is nobody here, so that .sys is kGpu.
+// without a race; kNone of a weak access. Beyond the GPU there is nobody here, so that .sys is
+// kGpu.
 enum class Scope : uint8_t { kNone, kCta, kCluster, kGpu };
 
 // Which of the scopes contain both of two agents, as an index: their CTA, their cluster, the GPU.
@@ -41,8 +42,8 @@ struct AgentTimes {
 };
 
 // Times of the agents of any clusters of the grid. It never changes and is shared, so that handing
-// it on costs nothing where both sides have the same, and grids of thousands of clusters that follow
-// each other share what they know of those that have ended.
+// it on costs nothing where both sides have the same, and grids of thousands of clusters that
+// follow each other share what they know of those that have ended.
 class GridClock {
  public:
   using Pointer = std::shared_ptr<const GridClock>;  // null: nothing is known
