@@ -442,6 +442,16 @@ CASES = [
         {
             "no wait": ("Commit(); WaitAll();", "Commit();", ORDER),
             "wait for the reads only": ("WaitAll();", "WaitRead();", ORDER),
+            "proxy fence too early": (
+                "values[t] = 100 + t;\n  ProxyFence();",
+                "ProxyFence();\n  values[t] = 100 + t;",
+                "shared memory .* without a fence.proxy.async by the writer",
+            ),
+            "proxy fence of global memory": (
+                "ProxyFence();",
+                "GlobalProxyFence();",
+                "shared memory .* without a fence.proxy.async by the writer",
+            ),
         },
         ctas=2,
     ),
