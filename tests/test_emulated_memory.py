@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -655,9 +656,9 @@ SHAPES = [
 
 
 def tensor_kernel(rank: int, bytes_: int, reduce: str = "") -> Any:
-    """Loads tiles from a map at coordinates given, writes their bytes out, and stores them through another map."""
+    """Loads a tile from coordinates at[:rank], writes its bytes out, and stores it through another map at at[rank:]."""
     coordinates = ", ".join(f"%{i + 2}" for i in range(rank))
-    values = ", ".join(f'"r"(at[{i}])' for i in range(rank))
+    source, target = (", ".join(f'"r"(at[{start + i}])' for i in range(rank)) for start in (0, rank))
     store = (
         f"cp.reduce.async.bulk.tensor.{rank}d.global.shared::cta.{reduce}.tile.bulk_group"
         if reduce
@@ -673,13 +674,21 @@ def tensor_kernel(rank: int, bytes_: int, reduce: str = "") -> Any:
       Init(&b, 1); InitFence(); Expect(&b, {bytes_});
       asm volatile("cp.async.bulk.tensor.{rank}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
                    "[%0], [%1, {{{coordinates}}}], [%{rank + 2}];"
-                   :: "r"(Shared(x)), "l"(&map), {values}, "r"(Shared(&b)) : "memory");
+                   :: "r"(Shared(x)), "l"(&map), {source}, "r"(Shared(&b)) : "memory");
       Wait(&b, 0);
       for (int i = 0; i < {bytes_}; ++i) raw[i] = x[i];
       asm volatile("{store} [%1, {{{coordinates}}}], [%0];"
-                   :: "r"(Shared(x)), "l"(&back), {values} : "memory");
+                   :: "r"(Shared(x)), "l"(&back), {target} : "memory");
       Commit(); WaitAll();
     }}""")
+
+
+def stored(tile: np.ndarray, to: tuple[int, ...], shape: tuple[int, ...]) -> np.ndarray:
+    """A tensor of zeros with the tile at coordinates, clipped."""
+    back = np.zeros(shape, tile.dtype)
+    window = back[tuple(slice(c, c + n) for c, n in zip(to[::-1], tile.shape, strict=True))]
+    window[...] = tile[tuple(map(slice, window.shape))]
+    return back
 
 
 @pytest.mark.parametrize(("shape", "box", "places"), SHAPES, ids=[f"{len(s[0])}d" for s in SHAPES])
@@ -692,17 +701,14 @@ def test_tensor_copies(shape: tuple[int, ...], box: tuple[int, ...], places: lis
     tensor = random(1).integers(1, 100, shape).astype(dtype)
     bytes_ = int(np.prod(box)) * size
     kernel = tensor_kernel(len(shape), bytes_)
-    for at in places:
+    for first, *others in places:
+        at = (first * size // 16 * inner, *others)  # a multiple of 16 bytes
+        to = tuple(max(x, 0) for x in at)
         raw, back = np.zeros(bytes_, np.uint8), np.zeros(shape, dtype)
-        check_launch(kernel, raw, np.array(at, np.int32), TensorMap(tensor, box), TensorMap(back, box))
+        check_launch(kernel, raw, np.array(at + to, np.int32), TensorMap(tensor, box), TensorMap(back, box))
         tile = tile_of(tensor, box, at)
         np.testing.assert_array_equal(raw, tile.reshape(-1).view(np.uint8))
-        copied = np.zeros(shape, bool)
-        window = tuple(
-            slice(max(c, 0), max(min(c + n, m), 0)) for c, n, m in zip(at[::-1], box[::-1], shape, strict=True)
-        )
-        copied[window] = True
-        np.testing.assert_array_equal(back, np.where(copied, tensor, np.zeros_like(tensor)))
+        np.testing.assert_array_equal(back, stored(tile, to, shape))
 
 
 @pytest.mark.parametrize("width", [0, 32, 64, 128])
@@ -712,16 +718,33 @@ def test_swizzles(width: int, at: tuple[int, int]) -> None:
     box = ((width or 64) // 2, 20)
     kernel = tensor_kernel(2, box[0] * box[1] * 2)
     raw, back = np.zeros(box[0] * box[1] * 2, np.uint8), np.zeros_like(tensor)
-    check_launch(
-        kernel, raw, np.array(at, np.int32), TensorMap(tensor, box, swizzle=width), TensorMap(back, box, swizzle=width)
-    )
-    tile = tile_of(tensor, box, at).reshape(-1).view(np.uint8)
+    maps = TensorMap(tensor, box, swizzle=width), TensorMap(back, box, swizzle=width)
+    to = max(at[0], 0), max(at[1], 0)
+    check_launch(kernel, raw, np.array(at + to, np.int32), *maps)
+    tile = tile_of(tensor, box, at)
     expected = np.zeros_like(raw)
-    expected[swizzled(np.arange(len(tile)), width)] = tile
+    expected[swizzled(np.arange(len(raw)), width)] = tile.reshape(-1).view(np.uint8)
     np.testing.assert_array_equal(raw, expected)
-    inside = np.zeros(tensor.shape, bool)
-    inside[max(at[1], 0) : max(at[1] + box[1], 0), max(at[0], 0) : max(at[0] + box[0], 0)] = True
-    np.testing.assert_array_equal(back.astype(np.float32), np.where(inside, tensor.astype(np.float32), 0))
+    np.testing.assert_array_equal(back.astype(np.float32), stored(tile, to, tensor.shape).astype(np.float32))
+
+
+# An H200 ends such kernels with an illegal instruction.
+@pytest.mark.parametrize(
+    ("at", "message"),
+    [
+        ((4, 0, 0, 0), "innermost coordinate of a tile is 4, which is no multiple of 16 bytes \\(8 elements\\)"),
+        ((0, 0, 12, 0), "innermost coordinate of a tile is 12"),
+        ((-3, 0, 0, 0), "innermost coordinate of a tile is -3"),
+        ((0, 0, -8, 0), "a tile is stored at coordinate -8"),
+        ((0, 0, 0, -1), "a tile is stored at coordinate -1"),
+    ],
+)
+def test_coordinates_that_the_copy_engine_refuses(at: tuple[int, ...], message: str) -> None:
+    tensor = np.zeros((24, 64), BF16)
+    maps = TensorMap(tensor, (64, 4), swizzle=128), TensorMap(np.zeros_like(tensor), (64, 4), swizzle=128)
+    run = launch(tensor_kernel(2, 512), np.zeros(512, np.uint8), np.array(at, np.int32), *maps)
+    assert [report.kind for report in run.reports] == ["misuse"]
+    assert re.search(message, str(run.reports[0]))
 
 
 @pytest.mark.parametrize(
@@ -751,7 +774,7 @@ def test_tensor_reductions(dtype: Any, operation: str, function: Any) -> None:
     check_launch(
         kernel,
         np.zeros(64 * tensor.itemsize, np.uint8),
-        np.array([16, 3], np.int32),
+        np.array([16, 3, 16, 3], np.int32),
         TensorMap(tensor, box),
         TensorMap(back, box),
     )
