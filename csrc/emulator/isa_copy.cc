@@ -76,6 +76,12 @@ bool SlotsAreFree(const Context& context) {
   return context.cta.free_copy_slots.size() >= static_cast<size_t>(std::popcount(context.mask));
 }
 
+Outcome WaitForSlots(Context& context) {
+  return context.machine.BlockedOn("copies in flight",
+                                   &context.cta.free_copy_slots,
+                                   {{"copies", static_cast<int64_t>(context.cta.copies.size())}});
+}
+
 std::string WaitsForCopies(Context& context, const Inst&) {
   return "wait for some of the " + std::to_string(context.cta.copies.size()) +
          " copies in flight to end";
@@ -142,12 +148,24 @@ void Complete(Machine& machine,
   }
 }
 
-// Issues a copy. write(operation, place) puts its bytes to one place, and returns false after a
-// report.
+// Issues a copy (of the tile at `coordinates`). write(operation, place) puts its bytes to one
+// place, and returns false after a report.
 template <typename Write>
-void EnqueueLoad(
-    Context& context, int lane, const char* name, Targets targets, uint32_t size, Write write) {
+void EnqueueLoad(Context& context,
+                 int lane,
+                 const char* name,
+                 Targets targets,
+                 uint32_t size,
+                 std::span<const int32_t> coordinates,
+                 Write write) {
   auto operation = NewCopy(context, lane, name);
+  if (!targets.places.empty()) {
+    context.machine.Describe(*operation,
+                             {{"bytes", size},
+                              {"shared address", targets.places.front().offset},
+                              {"mbarrier", targets.barriers.front().offset}},
+                             coordinates);
+  }
   operation->run =
       [&machine = context.machine, targets = std::move(targets), size, write](Operation& self) {
         for (const Machine::SharedPlace& place : targets.places) {
@@ -161,7 +179,7 @@ void EnqueueLoad(
 
 // source[1] source, source[2] size; the rest as FindTargets has it.
 Outcome BulkToShared(Context& context, const Inst& inst) {
-  if (!SlotsAreFree(context)) return Outcome::kBlocked;
+  if (!SlotsAreFree(context)) return WaitForSlots(context);
   Machine& machine = context.machine;
   for (int lane = 0; lane < kLanes; ++lane) {
     if (!(context.mask >> lane & 1)) continue;
@@ -184,6 +202,7 @@ Outcome BulkToShared(Context& context, const Inst& inst) {
                 "cp.async.bulk",
                 *std::move(targets),
                 size,
+                {},
                 [&machine, source, from, size](Operation& self, const Machine::SharedPlace& place) {
                   if (source) machine.AccessShared(self, *source, size, false);
                   std::memmove(place.cta->shared.data() + place.offset,
@@ -193,6 +212,11 @@ Outcome BulkToShared(Context& context, const Inst& inst) {
                   return true;
                 });
   }
+  return Outcome::kNext;
+}
+
+Outcome Prefetch(Context& context, const Inst&) {
+  if (context.machine.trace() != nullptr) context.machine.trace()->IssueHint("prefetch");
   return Outcome::kNext;
 }
 
@@ -206,8 +230,11 @@ void EnqueueStore(Context& context,
                   const char* name,
                   const Machine::SharedPlace& place,
                   uint32_t size,
+                  std::span<const int32_t> coordinates,
                   Write write) {
   auto operation = NewCopy(context, std::countr_zero(lanes), name);
+  context.machine.Describe(
+      *operation, {{"bytes", size}, {"shared address", place.offset}}, coordinates);
   operation->steps = 2;
   std::vector<std::shared_ptr<BulkGroup>> groups;
   for (int lane = 0; lane < kLanes; ++lane) {
@@ -226,6 +253,7 @@ void EnqueueStore(Context& context,
       std::memcpy(bytes.data(), place.cta->shared.data() + place.offset, bytes.size());
       for (const auto& group : groups) {
         --group->pending_reads;
+        machine.Signal("bulk group", group.get(), {}, group->pending_reads == 0);
         group->read_clock.Join(self.clock);
       }
       // What follows is later than the reads that a waiter may have learned of.
@@ -236,6 +264,7 @@ void EnqueueStore(Context& context,
       write(self, bytes.data());
       for (const auto& group : groups) {
         --group->pending;
+        machine.Signal("bulk group", group.get(), {}, group->pending == 0);
         group->clock.Join(self.clock);
       }
     }
@@ -248,7 +277,7 @@ Reduction ReductionOf(const Inst& inst) { return static_cast<Reduction>(inst.mod
 
 // source[0] global address, source[1] shared address, source[2] size.
 Outcome BulkToGlobal(Context& context, const Inst& inst) {
-  if (!SlotsAreFree(context)) return Outcome::kBlocked;
+  if (!SlotsAreFree(context)) return WaitForSlots(context);
   Machine& machine = context.machine;
   const bool reduces = inst.mode[0] & kReduce;
   const auto type = static_cast<TensorMapType>(inst.mode[2]);
@@ -269,6 +298,7 @@ Outcome BulkToGlobal(Context& context, const Inst& inst) {
         "cp.async.bulk",
         *place,
         size,
+        {},
         [&machine, &inst, to, size, reduces, type, step](Operation&, const uint8_t* bytes) {
           uint8_t* data = machine.FindGlobal(to, size, true);
           if (!reduces) std::memcpy(data, bytes, size);
@@ -366,7 +396,7 @@ class TileMemory {
 
 // source[1] map; the rest as FindTargets has it.
 Outcome TensorToShared(Context& context, const Inst& inst) {
-  if (!SlotsAreFree(context)) return Outcome::kBlocked;
+  if (!SlotsAreFree(context)) return WaitForSlots(context);
   Machine& machine = context.machine;
   for (int lane = 0; lane < kLanes; ++lane) {
     if (!(context.mask >> lane & 1)) continue;
@@ -380,6 +410,7 @@ Outcome TensorToShared(Context& context, const Inst& inst) {
                 "tensor load",
                 *std::move(targets),
                 size,
+                tile->coordinates,
                 [&machine, tile = *tile](Operation& self, const Machine::SharedPlace& place) {
                   TileMemory memory(machine, false);
                   LoadTile(
@@ -407,7 +438,7 @@ bool SameCopy(const Context& context, const Inst& inst, int lane, int other) {
 
 // source[0] map, source[1] shared address; the list: coordinates.
 Outcome TensorToGlobal(Context& context, const Inst& inst) {
-  if (!SlotsAreFree(context)) return Outcome::kBlocked;
+  if (!SlotsAreFree(context)) return WaitForSlots(context);
   Machine& machine = context.machine;
   uint32_t done = 0;
   for (int lane = 0; lane < kLanes; ++lane) {
@@ -431,9 +462,10 @@ Outcome TensorToGlobal(Context& context, const Inst& inst) {
     done |= lanes;
     EnqueueStore(context,
                  lanes,
-                 "tensor store",
+                 reduces ? "tensor reduction" : "tensor store",
                  *place,
                  size,
+                 tile->coordinates,
                  [&machine, &inst, tile = *tile, offset = place->offset, reduces](
                      Operation& self, const uint8_t* data) {
                    TileMemory memory(machine, true);
@@ -499,8 +531,14 @@ Outcome WaitBulkGroup(Context& context, const Inst& inst) {
       const auto committed = static_cast<int64_t>(groups.size()) - 1;
       for (int64_t i = 0; i < committed - inst.immediate[0]; ++i) {
         const BulkGroup& group = *groups[static_cast<size_t>(i)];
-        if (pass == 0 && (only_read ? group.pending_reads : group.pending) != 0)
-          return Outcome::kBlocked;
+        if (pass == 0 && (only_read ? group.pending_reads : group.pending) != 0) {
+          return context.machine.BlockedOn(
+              "bulk group",
+              &group,
+              {{"allowed groups", inst.immediate[0]},
+               {"committed groups", committed},
+               {"copies", only_read ? group.pending_reads : group.pending}});
+        }
         if (pass == 1) {
           context.machine.Learn(context.warp, 1u << lane, group.read_clock);
           if (!only_read) context.machine.Learn(context.warp, 1u << lane, group.clock);
@@ -564,6 +602,7 @@ Outcome CopyAsync(Context& context, const Inst& inst) {
     std::memset(target, 0, size);
     if (bytes != 0) std::memcpy(target, data, bytes);
   }
+  machine.Issue(slot, time, "cp.async", {{"bytes", size * std::popcount(context.mask)}});
   return Outcome::kNext;
 }
 
@@ -601,6 +640,7 @@ Outcome WaitCopyGroup(Context& context, const Inst& inst) {
     VectorClock clock(context.cta.cluster->times.size());
     clock.SetSeen(slot, time);
     machine.Learn(context.warp, context.mask, clock);
+    machine.Retire(context.cta, slot, time);
   }
   return Outcome::kNext;
 }
@@ -634,7 +674,7 @@ Outcome ArriveAfterCopies(Context& context, const Inst& inst) {
 // st.async: stores a lane's values in shared memory of the cluster, and signals their bytes.
 // The list: values; mode[1]: bytes of one; the rest as FindTargets has it.
 Outcome StoreAsync(Context& context, const Inst& inst) {
-  if (!SlotsAreFree(context)) return Outcome::kBlocked;
+  if (!SlotsAreFree(context)) return WaitForSlots(context);
   Machine& machine = context.machine;
   const uint32_t size = inst.mode[1] * inst.source_count;
   for (int lane = 0; lane < kLanes; ++lane) {
@@ -657,6 +697,7 @@ Outcome StoreAsync(Context& context, const Inst& inst) {
                 "st.async",
                 *std::move(targets),
                 size,
+                {},
                 [bytes, size](Operation&, const Machine::SharedPlace& place) {
                   std::memcpy(place.cta->shared.data() + place.offset, bytes.data(), size);
                   return true;
@@ -880,7 +921,7 @@ bool DecodeCopy(Decoder& decoder, Parts parts) {
         inst.source[0] = decoder.Address(decoder.Operand(0), &inst.immediate[0]);
         inst.source[1] = decoder.Source(decoder.Operand(1), 32);
       }
-      inst.execute = Nothing;
+      inst.execute = Prefetch;
     } else {
       DecodeBulk(decoder, parts, is_reduce);
     }
