@@ -323,6 +323,91 @@ def test_registers() -> None:
     assert ended > 0
 
 
+def test_tensor_memory_is_waited_for() -> None:
+    kernel = cuda_kernel("""
+    extern "C" __global__ void k(u32* out) {
+      __shared__ u32 slot[2];
+      u32* mine = &slot[threadIdx.x / 32];
+      asm volatile("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%0], 512;"
+          :: "r"(Shared(mine)) : "memory");
+      __syncwarp();
+      u32 at = *(volatile u32*)mine;
+      asm volatile("tcgen05.dealloc.cta_group::1.sync.aligned.b32 %0, 512;" :: "r"(at));
+    }""")
+    ended = 0
+    for seed in SEEDS:
+        run = traced(kernel, np.zeros(1, np.uint32), threads=64, seed=seed)
+        run.check()
+        for wait in only(run, "wait", "tensor memory"):
+            ended += 1
+            assert (wait.ended_by, wait.arguments) == ("signal", {"columns": 512})
+            assert wait.cause.opcode.startswith("tcgen05.dealloc")
+            assert wait.cause.warp == 1 - wait.warp
+    assert ended > 0
+
+
+def test_units_that_are_full_are_waited_for() -> None:
+    copies = cuda_kernel("""
+    extern "C" __global__ void k(u32* out, const u32* in) {
+      alignas(16) __shared__ u32 x[8][128];
+      __shared__ u64 b;
+      if (threadIdx.x == 0) { Init(&b, 1); InitFence(); Expect(&b, 8 * 512); }
+      __syncwarp();
+      for (u32 i = 0; i < 8; ++i) Load(&x[i][4 * threadIdx.x], in + 4 * threadIdx.x, 16, &b);
+      Wait(&b, 0);
+    }""")
+    run = traced(copies, np.zeros(1, np.uint32), np.zeros(128, np.uint32))
+    run.check()
+    assert len(only(run, "operation", "cp.async.bulk")) == 256
+    waits = only(run, "wait", "copies in flight")
+    assert waits
+    assert {(w.ended_by, w.cause.name) for w in waits} == {("signal", "cp.async.bulk")}
+
+    products = cuda_kernel(
+        TCGEN05
+        + f"""extern "C" __global__ void k(u32* out) {{
+      u32 t = threadIdx.x, w = t / 32;
+      {MMA}
+      Before(); __syncthreads(); After();
+      if (t == 0) {{ for (u32 i = 0; i < 1500; ++i) mma(); commit(); }}
+      Wait(&done, 0);
+      Free(d, 64, 1);
+    }}"""
+    )
+    waits = []
+    for seed in range(3):
+        run = traced(products, np.zeros(1, np.uint32), threads=32, seed=seed)
+        run.check()
+        waits += only(run, "wait", "tensor pipe")
+    assert {(w.ended_by, w.cause.name) for w in waits} == {("signal", "tcgen05.mma")}
+
+
+def test_lanes_may_wait_for_several_barriers() -> None:
+    kernel = cuda_kernel("""
+    extern "C" __global__ void k(u32* out) {
+      __shared__ u64 b[4];
+      if (threadIdx.x == 0) { for (int i = 0; i < 4; ++i) Init(&b[i], 1); InitFence(); }
+      __syncthreads();
+      if (threadIdx.x == 0) for (int i = 0; i < 4; ++i) Arrive(&b[3 - i]);
+      if (threadIdx.x >= 32) Wait(&b[threadIdx.x % 4], 0);
+    }""")
+    ended = 0
+    for seed in SEEDS:
+        run = traced(kernel, np.zeros(1, np.uint32), threads=64, seed=seed)
+        run.check()
+        arrivals = only(run, "signal", "mbarrier")
+        assert len(arrivals) == 4
+        first = min(a.arguments["mbarrier"] for a in arrivals)
+        for wait in only(run, "wait", "mbarrier"):
+            if wait.ended_by == "signal":
+                ended += 1
+                awaited = {first + 8 * (lane % 4) for lane in range(32) if wait.lanes >> lane & 1}
+                assert wait.cause in arrivals
+                assert wait.cause.arguments["mbarrier"] in awaited
+                assert wait.start < wait.cause.end <= wait.end
+    assert ended > 0
+
+
 def test_operations_that_are_over_when_they_are_waited_for() -> None:
     """Products of wgmma and cp.async, whose groups are waited for."""
     kernel = cuda_kernel(
