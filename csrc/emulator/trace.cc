@@ -11,10 +11,10 @@
 namespace jax_fa4::emulator {
 namespace {
 
-// Group::wait of lanes that wait for nothing, and of lanes whose wait was not recorded.
+// Group::wait of lanes that wait for nothing, and of those whose wait there was no room for.
 constexpr int32_t kNoWait = -1, kMissingWait = -2;
 
-// Of a barrier whose owner is found among the CTAs of a cluster.
+// Where an mbarrier of a cluster is.
 struct BarrierPlace {
   uint32_t rank = 0, offset = 0;
 };
@@ -190,14 +190,15 @@ void Trace::Execute(Operation& operation) {
   operation.run(operation);
   operation_ = nullptr;
   if (operation.steps > 0) return;
-  busy_[key] = now_;
-  // It leaves room for another.
+  // It leaves room for another, or lets the next one start.
   Cta& cta = *operation.cta;
-  if (UnitOf(cta, operation.slot) == Unit::kTensorPipe) {
-    EndWaits(&cta.tensor_pipe, operation.event);
-  } else {
+  const Unit unit = UnitOf(cta, operation.slot);
+  if (unit == Unit::kCopyEngine) {
     EndWaits(&cta.free_copy_slots, operation.event);
+  } else {
+    busy_[key] = now_;
   }
+  if (unit == Unit::kTensorPipe) EndWaits(&cta.tensor_pipe, operation.event);
   if (operation.event < 0) return;
   events_[operation.event].open = false;
   events_[operation.event].end = now_;
@@ -292,6 +293,7 @@ void Trace::Retire(const Cta& cta, Slot slot, uint32_t time) {
     events_[last].end = now_;
   }
   pending.erase(pending.begin(), pending.begin() + static_cast<ptrdiff_t>(count));
+  if (pending.empty()) pending_.erase(found);
   if (count == 0 || warp_ == nullptr) return;
   const int32_t wait = AddOfWarp(Kind::kWait, last < 0 ? "" : events_[last].name, {});
   if (wait < 0) return;
