@@ -3,10 +3,10 @@
     python benchmarks/emulator.py [--ptx FOLDER] [--runs 9]
 
 A row is one forward kernel. A block is 128 keys for 256 query rows of one head, those that a causal mask hides not
-counted. Figures are medians of CPU time over runs of different seeds: with races checked, without, and with a trace
-recorded besides; then loading (parsing and decoding), and the peak resident memory of a process of its own that runs
-the kernel once, races checked, with what it was before in brackets. Without --ptx, the kernels are generated first, as
-tests/outside/run.py does it.
+counted. Figures are medians of processor time over runs of different seeds: with races checked, without, and with a
+trace recorded besides; then loading (parsing and decoding), and the peak resident memory of a process of its own that
+runs the kernel once, races checked, with what it was before in brackets. Without --ptx, the kernels are generated
+first, as tests/outside/run.py does it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import ModuleType
@@ -54,7 +55,7 @@ def blocks(causal: bool) -> int:
 
 
 def execute(stage: Any, seed: int, **options: bool) -> float:
-    """Runs the kernel; returns the CPU seconds it took."""
+    """Runs the kernel; returns its seconds of processor time."""
     rng = np.random.default_rng(0)
     draw = lambda length: rng.standard_normal((1, length, HEADS, WIDTH)).astype(ml_dtypes.bfloat16)  # noqa: E731
     tensors = {"q": draw(ROWS), "k": draw(KEYS), "v": draw(KEYS)}
@@ -65,9 +66,7 @@ def execute(stage: Any, seed: int, **options: bool) -> float:
     sizes = {"B": 1, "H": HEADS, "Sq": ROWS, "Sk": KEYS, "D": WIDTH}
     launch = stage.kernel.launch
     stage.kernel.launch = functools.partial(launch, **options)
-    start = time.process_time()
-    run, _ = stage.run(tensors, sizes, seed, SMS)
-    seconds = time.process_time() - start
+    run, seconds = stage.run(tensors, sizes, seed, SMS)
     stage.kernel.launch = launch
     run.check()
     return seconds
@@ -120,7 +119,10 @@ def main() -> None:
     if options.weigh:
         weigh(options.weigh)
         return
-    folder = options.ptx or outside().generate()
+    folder = options.ptx
+    if folder is None:
+        folder = Path(tempfile.mkdtemp(prefix="outside-"))
+        outside().generate(folder, 1)
     print(f"{platform.processor() or platform.machine()}; B=1, H={HEADS}, Sq={ROWS}, Sk={KEYS}, D={WIDTH}")
     print(f"{'':17} {'ms per block of 256 x 128':>29}")
     print(f"{'kernel':17} {'checked':>9} {'unchecked':>9} {'traced':>9} {'load ms':>8} {'peak MiB':>15}")
