@@ -15,9 +15,15 @@ class Program:
     required_block: list[int]
     required_cluster: list[int]
 
+class Trace:
+    events: list[Any]
+    missing: int
+    def chrome_json(self) -> str: ...
+
 class Result:
     reports: list[Any]
     instructions: int
+    trace: Trace | None
 
 def emulator_runs_here() -> bool: ...
 def emulator_load_tables(ex2: bytes, rcp: bytes) -> None: ...

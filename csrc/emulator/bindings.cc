@@ -13,6 +13,7 @@
 
 #include "csrc/emulator/machine.h"
 #include "csrc/emulator/tensor_map.h"
+#include "csrc/emulator/trace.h"
 
 namespace jax_fa4::emulator {
 namespace nb = nanobind;
@@ -58,7 +59,93 @@ TensorMapType TypeNamed(const std::string& dtype) {
 struct Result {
   std::vector<Report> reports;
   uint64_t instructions = 0;
+  std::shared_ptr<const Trace> trace;
 };
+
+// One event, with the trace that it belongs to.
+struct TraceEvent {
+  std::shared_ptr<const Trace> trace;
+  int32_t index = 0;
+
+  const Trace::Event& operator*() const { return trace->events()[index]; }
+  const Trace::Event* operator->() const { return &trace->events()[index]; }
+  bool operator==(const TraceEvent&) const = default;
+  const ptx::Statement* statement() const { return trace->StatementOf(**this); }
+};
+
+nb::dict ArgumentsOf(const TraceEvent& event) {
+  nb::dict arguments;
+  for (const auto& [name, value] : event.trace->ArgumentsOf(*event)) arguments[name] = value;
+  return arguments;
+}
+
+void AddTraceBindings(nb::module_& m) {
+  static const char* const kKinds[] = {"warp", "operation", "wait", "signal", "phase", "registers"};
+  static const char* const kUnits[] = {"warp",
+                                       "tensor load",
+                                       "tensor store",
+                                       "cp.async",
+                                       "wgmma",
+                                       "tensor pipe",
+                                       "copy engine",
+                                       "mbarriers"};
+  static const char* const kEndings[] = {"nothing", "signal", "lanes", "time limit", "no reason"};
+  nb::class_<TraceEvent>(m, "TraceEvent")
+      .def_ro("index", &TraceEvent::index)
+      .def_prop_ro("kind",
+                   [](const TraceEvent& self) { return kKinds[static_cast<int>(self->kind)]; })
+      .def_prop_ro("unit",
+                   [](const TraceEvent& self) { return kUnits[static_cast<int>(self->unit)]; })
+      .def_prop_ro("name", [](const TraceEvent& self) { return self->name; })
+      .def_prop_ro("cta",
+                   [](const TraceEvent& self) {
+                     const auto& index = self.trace->ctas()[self->cta].index;
+                     return std::tuple(index[0], index[1], index[2]);
+                   })
+      .def_prop_ro("warp", [](const TraceEvent& self) { return self->warp; })
+      .def_prop_ro("lane", [](const TraceEvent& self) { return self->lane; })
+      .def_prop_ro("lanes", [](const TraceEvent& self) { return self->lanes; })
+      .def_prop_ro("issue", [](const TraceEvent& self) { return self->issue; })
+      .def_prop_ro("start", [](const TraceEvent& self) { return self->start; })
+      .def_prop_ro("end", [](const TraceEvent& self) { return self->end; })
+      .def_prop_ro("open", [](const TraceEvent& self) { return self->open; })
+      .def_prop_ro("ended_by",
+                   [](const TraceEvent& self) { return kEndings[static_cast<int>(self->ending)]; })
+      .def_prop_ro("cause",
+                   [](const TraceEvent& self) -> nb::object {
+                     if (self->cause < 0) return nb::none();
+                     return nb::cast(TraceEvent{self.trace, self->cause});
+                   })
+      .def_prop_ro("arguments", &ArgumentsOf)
+      .def_prop_ro("opcode",
+                   [](const TraceEvent& self) {
+                     const ptx::Statement* statement = self.statement();
+                     return std::string(statement == nullptr ? "" : statement->opcode);
+                   })
+      .def_prop_ro("ptx_line",
+                   [](const TraceEvent& self) {
+                     const ptx::Statement* statement = self.statement();
+                     return statement == nullptr ? 0 : statement->line;
+                   })
+      .def_prop_ro("source", [](const TraceEvent& self) { return self.trace->SourceOf(*self); })
+      .def("__eq__",
+           [](const TraceEvent& self, nb::object other) {
+             TraceEvent same;
+             return nb::try_cast(other, same) && self == same;
+           })
+      .def("__hash__", [](const TraceEvent& self) { return self.index; });
+  nb::class_<Trace>(m, "Trace")
+      .def_prop_ro("events",
+                   [](std::shared_ptr<const Trace> self) {
+                     nb::list events;
+                     for (size_t i = 0; i < self->events().size(); ++i) {
+                       events.append(TraceEvent{self, static_cast<int32_t>(i)});
+                     }
+                     return events;
+                   })
+      .def_prop_ro("missing", &Trace::missing)
+      .def("chrome_json", &Trace::ChromeJson);
+}
 
 }  // namespace
 
@@ -110,7 +197,9 @@ void AddBindings(nb::module_& m) {
       .def("__str__", &Report::Text);
   nb::class_<Result>(m, "Result")
       .def_ro("reports", &Result::reports)
-      .def_ro("instructions", &Result::instructions);
+      .def_ro("instructions", &Result::instructions)
+      .def_prop_ro("trace", [](const Result& self) { return self.trace; });
+  AddTraceBindings(m);
 
   m.def(
       "emulator_load_tables",
@@ -187,6 +276,8 @@ void AddBindings(nb::module_& m) {
          bool check_races,
          uint32_t sm_count,
          uint64_t max_instructions,
+         bool trace,
+         uint64_t max_trace_events,
          nb::object progress) {
         Launch launch;
         launch.program = program;
@@ -208,6 +299,8 @@ void AddBindings(nb::module_& m) {
         options.check_races = check_races;
         options.sm_count = sm_count;
         options.max_instructions = max_instructions;
+        options.trace = trace;
+        options.max_trace_events = max_trace_events;
         options.progress = [&progress](uint64_t done, uint64_t total) {
           nb::gil_scoped_acquire acquire;
           if (PyErr_CheckSignals() != 0) return false;
@@ -225,6 +318,7 @@ void AddBindings(nb::module_& m) {
           Machine machine(std::move(launch), std::move(options));
           result.reports = machine.Run();
           result.instructions = machine.instructions_executed();
+          result.trace = machine.trace();
         }
         if (PyErr_Occurred()) throw nb::python_error();
         return result;
@@ -243,6 +337,8 @@ void AddBindings(nb::module_& m) {
       nb::arg("check_races"),
       nb::arg("sm_count"),
       nb::arg("max_instructions"),
+      nb::arg("trace"),
+      nb::arg("max_trace_events"),
       nb::arg("progress").none(),
       "Runs a launch to its end, or to the first fatal report.");
 }

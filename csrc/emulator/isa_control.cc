@@ -391,6 +391,10 @@ Outcome Barrier(Context& context, const Inst& inst) {
     const bool whole = (warp.live & ~context.mask) == 0;
     barrier.arrived += whole ? kLanes : static_cast<uint32_t>(std::popcount(context.mask));
     group.ticket = barrier.generation;
+    machine.Signal("barrier",
+                   &barrier,
+                   {{"barrier", number}, {"arrived", barrier.arrived}, {"expected", expected}},
+                   barrier.arrived == barrier.expected);
     if (barrier.arrived > barrier.expected) {
       machine.Misuse(context,
                      first,
@@ -408,7 +412,12 @@ Outcome Barrier(Context& context, const Inst& inst) {
     if (!(inst.mode[0] & kWaits)) return Outcome::kNext;
     group.arrived = true;
   }
-  if (barrier.generation == group.ticket) return Outcome::kBlocked;
+  if (barrier.generation == group.ticket) {
+    return machine.BlockedOn(
+        "barrier",
+        &barrier,
+        {{"barrier", number}, {"arrived", barrier.arrived}, {"expected", barrier.expected}});
+  }
   group.arrived = false;
   machine.Learn(warp, context.mask, barrier.completed);
   if ((warp.live & ~context.mask) == 0) machine.Unify(warp, context.mask);
@@ -431,6 +440,7 @@ uint32_t LiveThreadsOfCluster(const Cta& cta) {
 void CompleteCluster(Context& context) {
   NamedBarrier& barrier = context.cta.cluster->barrier;
   if (barrier.arrived == 0 || barrier.arrived < LiveThreadsOfCluster(context.cta)) return;
+  context.machine.Signal("cluster barrier", &barrier, {{"arrived", barrier.arrived}}, true);
   std::swap(barrier.completed, barrier.arriving);
   barrier.arriving.Clear();
   barrier.arrived = 0;
@@ -450,6 +460,7 @@ Outcome ClusterArrive(Context& context, const Inst& inst) {
   for (int lane = 0; lane < kLanes; ++lane) {
     if (context.mask >> lane & 1) context.warp.cluster_ticket[lane] = barrier.generation;
   }
+  context.machine.Signal("cluster barrier", &barrier, {{"arrived", barrier.arrived}}, false);
   CompleteCluster(context);
   return Outcome::kNext;
 }
@@ -460,7 +471,7 @@ Outcome ClusterWait(Context& context, const Inst& inst) {
   NamedBarrier& barrier = context.cta.cluster->barrier;
   for (int lane = 0; lane < kLanes; ++lane) {
     if (context.mask >> lane & 1 && context.warp.cluster_ticket[lane] == barrier.generation)
-      return Outcome::kBlocked;
+      return context.machine.BlockedOn("cluster barrier", &barrier, {{"arrived", barrier.arrived}});
   }
   if (inst.mode[1]) context.machine.Learn(context.warp, context.mask, barrier.completed);
   return Outcome::kNext;
@@ -487,7 +498,12 @@ Outcome SetMaxRegisters(Context& context, const Inst& inst) {
       return Outcome::kMoved;
     }
     const uint32_t more = (wanted - warp.register_count) * kLanes;
-    if (more > context.cta.free_registers) return Outcome::kBlocked;
+    if (more > context.cta.free_registers) {
+      return context.machine.BlockedOn(
+          "registers",
+          &context.cta.free_registers,
+          {{"registers", wanted}, {"free", context.cta.free_registers / kLanes}});
+    }
     context.cta.free_registers -= more;
   } else {
     if (wanted > warp.register_count) {
@@ -498,9 +514,11 @@ Outcome SetMaxRegisters(Context& context, const Inst& inst) {
       return Outcome::kMoved;
     }
     context.cta.free_registers += (warp.register_count - wanted) * kLanes;
+    context.machine.Signal("registers", &context.cta.free_registers, {{"registers", wanted}}, true);
     context.machine.Wake(context.cta);
   }
   warp.register_count = wanted;
+  if (context.machine.trace() != nullptr) context.machine.trace()->SetRegisters(wanted);
   return Outcome::kNext;
 }
 

@@ -76,6 +76,12 @@ bool SlotsAreFree(const Context& context) {
   return context.cta.free_copy_slots.size() >= static_cast<size_t>(std::popcount(context.mask));
 }
 
+Outcome WaitForSlots(Context& context) {
+  return context.machine.BlockedOn("copies in flight",
+                                   &context.cta.free_copy_slots,
+                                   {{"copies", static_cast<int64_t>(context.cta.copies.size())}});
+}
+
 std::string WaitsForCopies(Context& context, const Inst&) {
   return "wait for some of the " + std::to_string(context.cta.copies.size()) +
          " copies in flight to end";
@@ -142,12 +148,24 @@ void Complete(Machine& machine,
   }
 }
 
-// Issues a copy. write(operation, place) puts its bytes to one place, and returns false after a
-// report.
+// Issues a copy (of the tile at `coordinates`). write(operation, place) puts its bytes to one
+// place, and returns false after a report.
 template <typename Write>
-void EnqueueLoad(
-    Context& context, int lane, const char* name, Targets targets, uint32_t size, Write write) {
+void EnqueueLoad(Context& context,
+                 int lane,
+                 const char* name,
+                 Targets targets,
+                 uint32_t size,
+                 std::span<const int32_t> coordinates,
+                 Write write) {
   auto operation = NewCopy(context, lane, name);
+  if (!targets.places.empty()) {
+    context.machine.Describe(*operation,
+                             {{"bytes", size},
+                              {"shared address", targets.places.front().offset},
+                              {"mbarrier", targets.barriers.front().offset}},
+                             coordinates);
+  }
   operation->run =
       [&machine = context.machine, targets = std::move(targets), size, write](Operation& self) {
         for (const Machine::SharedPlace& place : targets.places) {
@@ -161,7 +179,7 @@ void EnqueueLoad(
 
 // source[1] source, source[2] size; the rest as FindTargets has it.
 Outcome BulkToShared(Context& context, const Inst& inst) {
-  if (!SlotsAreFree(context)) return Outcome::kBlocked;
+  if (!SlotsAreFree(context)) return WaitForSlots(context);
   Machine& machine = context.machine;
   for (int lane = 0; lane < kLanes; ++lane) {
     if (!(context.mask >> lane & 1)) continue;
@@ -184,6 +202,7 @@ Outcome BulkToShared(Context& context, const Inst& inst) {
                 "cp.async.bulk",
                 *std::move(targets),
                 size,
+                {},
                 [&machine, source, from, size](Operation& self, const Machine::SharedPlace& place) {
                   if (source) machine.AccessShared(self, *source, size, false);
                   if (!source) machine.AccessGlobal(self, from, size, Machine::Use::kRead);
@@ -197,6 +216,11 @@ Outcome BulkToShared(Context& context, const Inst& inst) {
   return Outcome::kNext;
 }
 
+Outcome Prefetch(Context& context, const Inst&) {
+  if (context.machine.trace() != nullptr) context.machine.trace()->IssueHint("prefetch");
+  return Outcome::kNext;
+}
+
 // ---- Copies to global memory, which a bulk group counts
 
 // Issues a copy by `lanes`, which it counts in the open bulk group of each. It reads shared memory
@@ -207,8 +231,11 @@ void EnqueueStore(Context& context,
                   const char* name,
                   const Machine::SharedPlace& place,
                   uint32_t size,
+                  std::span<const int32_t> coordinates,
                   Write write) {
   auto operation = NewCopy(context, std::countr_zero(lanes), name);
+  context.machine.Describe(
+      *operation, {{"bytes", size}, {"shared address", place.offset}}, coordinates);
   operation->steps = 2;
   std::vector<std::shared_ptr<BulkGroup>> groups;
   for (int lane = 0; lane < kLanes; ++lane) {
@@ -227,6 +254,7 @@ void EnqueueStore(Context& context,
       std::memcpy(bytes.data(), place.cta->shared.data() + place.offset, bytes.size());
       for (const auto& group : groups) {
         --group->pending_reads;
+        machine.Signal("bulk group", group.get(), {}, group->pending_reads == 0);
         group->read_clock.Join(self.clock);
       }
       // What follows is later than the reads that a waiter may have learned of.
@@ -237,6 +265,7 @@ void EnqueueStore(Context& context,
       write(self, bytes.data());
       for (const auto& group : groups) {
         --group->pending;
+        machine.Signal("bulk group", group.get(), {}, group->pending == 0);
         group->clock.Join(self.clock);
       }
     }
@@ -252,7 +281,7 @@ constexpr Scope kReductionScope = Scope::kGpu;
 
 // source[0] global address, source[1] shared address, source[2] size.
 Outcome BulkToGlobal(Context& context, const Inst& inst) {
-  if (!SlotsAreFree(context)) return Outcome::kBlocked;
+  if (!SlotsAreFree(context)) return WaitForSlots(context);
   Machine& machine = context.machine;
   const bool reduces = inst.mode[0] & kReduce;
   const auto type = static_cast<TensorMapType>(inst.mode[2]);
@@ -273,6 +302,7 @@ Outcome BulkToGlobal(Context& context, const Inst& inst) {
         "cp.async.bulk",
         *place,
         size,
+        {},
         [&machine, &inst, to, size, reduces, type, step](Operation& self, const uint8_t* bytes) {
           if (reduces) {
             machine.AccessGlobal(self, to, size, Machine::Use::kBoth, kReductionScope);
@@ -392,7 +422,7 @@ class TileMemory {
 
 // source[1] map; the rest as FindTargets has it.
 Outcome TensorToShared(Context& context, const Inst& inst) {
-  if (!SlotsAreFree(context)) return Outcome::kBlocked;
+  if (!SlotsAreFree(context)) return WaitForSlots(context);
   Machine& machine = context.machine;
   for (int lane = 0; lane < kLanes; ++lane) {
     if (!(context.mask >> lane & 1)) continue;
@@ -406,6 +436,7 @@ Outcome TensorToShared(Context& context, const Inst& inst) {
                 "tensor load",
                 *std::move(targets),
                 size,
+                tile->coordinates,
                 [&machine, tile = *tile](Operation& self, const Machine::SharedPlace& place) {
                   TileMemory memory(machine, self, Machine::Use::kRead);
                   LoadTile(
@@ -433,7 +464,7 @@ bool SameCopy(const Context& context, const Inst& inst, int lane, int other) {
 
 // source[0] map, source[1] shared address; the list: coordinates.
 Outcome TensorToGlobal(Context& context, const Inst& inst) {
-  if (!SlotsAreFree(context)) return Outcome::kBlocked;
+  if (!SlotsAreFree(context)) return WaitForSlots(context);
   Machine& machine = context.machine;
   uint32_t done = 0;
   for (int lane = 0; lane < kLanes; ++lane) {
@@ -457,9 +488,10 @@ Outcome TensorToGlobal(Context& context, const Inst& inst) {
     done |= lanes;
     EnqueueStore(context,
                  lanes,
-                 "tensor store",
+                 reduces ? "tensor reduction" : "tensor store",
                  *place,
                  size,
+                 tile->coordinates,
                  [&machine, &inst, tile = *tile, offset = place->offset, reduces](
                      Operation& self, const uint8_t* data) {
                    TileMemory memory(
@@ -526,8 +558,14 @@ Outcome WaitBulkGroup(Context& context, const Inst& inst) {
       const auto committed = static_cast<int64_t>(groups.size()) - 1;
       for (int64_t i = 0; i < committed - inst.immediate[0]; ++i) {
         const BulkGroup& group = *groups[static_cast<size_t>(i)];
-        if (pass == 0 && (only_read ? group.pending_reads : group.pending) != 0)
-          return Outcome::kBlocked;
+        if (pass == 0 && (only_read ? group.pending_reads : group.pending) != 0) {
+          return context.machine.BlockedOn(
+              "bulk group",
+              &group,
+              {{"allowed groups", inst.immediate[0]},
+               {"committed groups", committed},
+               {"copies", only_read ? group.pending_reads : group.pending}});
+        }
         if (pass == 1) {
           context.machine.Learn(context.warp, 1u << lane, group.read_clock);
           if (!only_read) context.machine.Learn(context.warp, 1u << lane, group.clock);
@@ -600,6 +638,7 @@ Outcome CopyAsync(Context& context, const Inst& inst) {
     std::memset(target, 0, size);
     if (bytes != 0) std::memcpy(target, data, bytes);
   }
+  machine.Issue(slot, time, "cp.async", {{"bytes", size * std::popcount(context.mask)}});
   return Outcome::kNext;
 }
 
@@ -637,6 +676,7 @@ Outcome WaitCopyGroup(Context& context, const Inst& inst) {
     VectorClock clock(context.cta.cluster->times.size());
     clock.SetSeen(slot, time);
     machine.Learn(context.warp, context.mask, clock);
+    machine.Retire(context.cta, slot, time);
   }
   return Outcome::kNext;
 }
@@ -670,7 +710,7 @@ Outcome ArriveAfterCopies(Context& context, const Inst& inst) {
 // st.async: stores a lane's values in shared memory of the cluster, and signals their bytes.
 // The list: values; mode[1]: bytes of one; the rest as FindTargets has it.
 Outcome StoreAsync(Context& context, const Inst& inst) {
-  if (!SlotsAreFree(context)) return Outcome::kBlocked;
+  if (!SlotsAreFree(context)) return WaitForSlots(context);
   Machine& machine = context.machine;
   const uint32_t size = inst.mode[1] * inst.source_count;
   for (int lane = 0; lane < kLanes; ++lane) {
@@ -693,6 +733,7 @@ Outcome StoreAsync(Context& context, const Inst& inst) {
                 "st.async",
                 *std::move(targets),
                 size,
+                {},
                 [bytes, size](Operation&, const Machine::SharedPlace& place) {
                   std::memcpy(place.cta->shared.data() + place.offset, bytes.data(), size);
                   return true;
@@ -916,7 +957,7 @@ bool DecodeCopy(Decoder& decoder, Parts parts) {
         inst.source[0] = decoder.Address(decoder.Operand(0), &inst.immediate[0]);
         inst.source[1] = decoder.Source(decoder.Operand(1), 32);
       }
-      inst.execute = Nothing;
+      inst.execute = Prefetch;
     } else {
       DecodeBulk(decoder, parts, is_reduce);
     }

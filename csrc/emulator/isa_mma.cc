@@ -118,6 +118,8 @@ Outcome Warpgroup(Context& context, const Inst& inst) {
              .d = d,
              .d_stride = n});
   ScatterD(context, &machine.program().refs[inst.first_destination], count, n, d);
+  machine.Issue(
+      slot, time, "wgmma", {{"m", 64}, {"n", n}, {"k", kMmaK}, {"accumulate", options.accumulate}});
   return Outcome::kNext;
 }
 
@@ -146,6 +148,7 @@ Outcome WarpgroupWait(Context& context, const Inst& inst) {
     VectorClock clock(context.cta.cluster->times.size());
     clock.SetSeen(WarpgroupSlot(context), time);
     context.machine.Learn(context.warp, context.mask, clock);
+    context.machine.Retire(context.cta, WarpgroupSlot(context), time);
   }
   return Outcome::kNext;
 }

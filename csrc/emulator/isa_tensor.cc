@@ -24,6 +24,10 @@ Slot PipeSlot(const Cta& cta) {
 // A kernel may issue for ever and never wait: the pipe takes this many operations.
 bool PipeIsFull(const Cta& cta) { return cta.tensor_pipe.size() >= 1024; }
 
+Outcome WaitForPipe(Context& context) {
+  return context.machine.BlockedOn("tensor pipe", &context.cta.tensor_pipe, {});
+}
+
 // An instruction that a whole warp executes together.
 // ---- Allocation
 
@@ -60,7 +64,8 @@ Outcome Allocate(Context& context, const Inst& inst) {
       break;
     }
   }
-  if (first + groups > cta.tensor_columns.size()) return Outcome::kBlocked;
+  if (first + groups > cta.tensor_columns.size())
+    return machine.BlockedOn("tensor memory", &cta.tensor_columns, {{"columns", columns}});
   if (cta.tensor.empty()) {
     cta.tensor.assign(kTensorLanes * kTensorColumns,
                       0x7fbadbad);  // NaN: what a kernel must not rely on
@@ -102,6 +107,8 @@ Outcome Deallocate(Context& context, const Inst& inst) {
     return Outcome::kMoved;
   }
   for (uint32_t i = 0; i < groups; ++i) context.cta.tensor_columns[first + i] = false;
+  context.machine.Signal(
+      "tensor memory", &context.cta.tensor_columns, {{"columns", columns}}, true);
   context.machine.Wake(context.cta);
   return Outcome::kNext;
 }
@@ -244,7 +251,7 @@ void Multiply(Machine& machine, Operation& self, const Product& product) {
 // source[4] predicate: whether D is added. mode[0]: CTA group; mode[1]: A is in tensor memory;
 // mode[2]: D is added if there is no predicate. immediate: offsets of D and A.
 Outcome Mma(Context& context, const Inst& inst) {
-  if (PipeIsFull(context.cta)) return Outcome::kBlocked;
+  if (PipeIsFull(context.cta)) return WaitForPipe(context);
   Machine& machine = context.machine;
   for (int lane = 0; lane < kLanes; ++lane) {
     if (!(context.mask >> lane & 1)) continue;
@@ -286,6 +293,16 @@ Outcome Mma(Context& context, const Inst& inst) {
       return Outcome::kMoved;
     }
     auto operation = machine.NewOperation(context, lane, "tcgen05.mma", PipeSlot(context.cta));
+    const InstructionDescriptor& shape = product.descriptor;
+    machine.Describe(*operation,
+                     {{"m", shape.m},
+                      {"n", shape.n},
+                      {"k", kMmaK},
+                      {"accumulate", product.accumulate},
+                      {"d column", product.d & 0xffff},
+                      {product.a_in_tensor ? "a column" : "a shared address",
+                       product.a_in_tensor ? product.a_tensor & 0xffff : product.a.start_address},
+                      {"b shared address", product.b.start_address}});
     operation->run = [&machine, product](Operation& self) { Multiply(machine, self, product); };
     context.cta.tensor_pipe.push_back(std::move(operation));
     machine.Advance(context.warp, context.mask);
@@ -295,7 +312,7 @@ Outcome Mma(Context& context, const Inst& inst) {
 
 // Arrives at the mbarrier when all that its thread has issued is done. mode[1]: multicast.
 Outcome Commit(Context& context, const Inst& inst) {
-  if (PipeIsFull(context.cta)) return Outcome::kBlocked;
+  if (PipeIsFull(context.cta)) return WaitForPipe(context);
   Machine& machine = context.machine;
   for (int lane = 0; lane < kLanes; ++lane) {
     if (!(context.mask >> lane & 1)) continue;
@@ -321,6 +338,7 @@ Outcome Commit(Context& context, const Inst& inst) {
       places.push_back(*place);
     }
     auto operation = machine.NewOperation(context, lane, "tcgen05.commit", PipeSlot(context.cta));
+    machine.Describe(*operation, {{"mbarrier", place->offset}});
     operation->run = [&machine, places](Operation& self) {
       for (const Machine::SharedPlace& one : places) {
         const auto it = one.cta->mbarriers.find(one.offset);
@@ -450,6 +468,10 @@ bool AccessTile(Context& context,
   }
   *column = address & 0xffff;
   const uint32_t time = ++machine.Time(context.cta, slot);
+  machine.Issue(slot,
+                time,
+                write ? "tcgen05.st" : "tcgen05.ld",
+                {{"lane", *lane}, {"column", *column}, {"columns", columns}});
   const VectorClock clock = UnitClock(context, slot, time);
   for (uint32_t t = 0; t < (shape == k32x32 ? 32u : 16u); ++t) {
     for (uint32_t half = 0; half < halves; ++half) {

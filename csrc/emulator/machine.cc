@@ -144,6 +144,7 @@ Machine::Machine(Launch launch, Options options)
   }
   capacity_ = std::max<uint64_t>(
       1, std::min<uint64_t>(options_.sm_count / Product(launch_.cluster), kResidentBytes / bytes));
+  if (options_.trace) trace_ = std::make_shared<Trace>(launch_.program, options_.max_trace_events);
   cluster_count_ = 1;
   for (int axis = 0; axis < 3; ++axis) cluster_count_ *= launch_.grid[axis] / launch_.cluster[axis];
   for (const Buffer& buffer : launch_.buffers) {
@@ -339,6 +340,7 @@ void Machine::FillSpecial(Warp& warp) {
 void Machine::LaunchClusters() {
   while (clusters_.size() < capacity_ && next_cluster_ < cluster_count_) {
     clusters_.push_back(NewCluster(next_cluster_++));
+    if (trace_ != nullptr) trace_->Launch(*clusters_.back());
   }
 }
 
@@ -367,6 +369,7 @@ const std::vector<Report>& Machine::Run() {
     }
     if (wakes_ != before) timeouts = 0;
   }
+  if (trace_ != nullptr) trace_->EndRun();
   return reports_;
 }
 
@@ -440,7 +443,11 @@ bool Machine::StepCta(Cta& cta) {
 
 void Machine::RunStep(Cta& cta, Operation& operation) {
   --operation.steps;
-  operation.run(operation);
+  if (trace_ != nullptr) {
+    trace_->Execute(operation);
+  } else {
+    operation.run(operation);
+  }
   Wake(cta);
 }
 
@@ -486,7 +493,7 @@ bool Machine::RunWarp(Warp& warp, int budget) {
       ++executed_;
       context.mask = mask;
       if (!warp.pending_rows.empty()) CheckPending(context, inst);
-      switch (inst.execute(context, inst)) {
+      switch (trace_ != nullptr ? trace_->Execute(context, inst) : inst.execute(context, inst)) {
         case Outcome::kNext:
           ran = true;
           ++group->pc;
@@ -503,6 +510,7 @@ bool Machine::RunWarp(Warp& warp, int budget) {
             others.mask &= ~mask;
             ++others.pc;
             others.arrived = false;
+            others.wait = -1;
             group->mask = mask;
             group->blocked = true;
             warp.groups.push_back(others);
@@ -531,6 +539,7 @@ void Machine::MergeGroups(Warp& warp) {
     for (size_t j = groups.size() - 1; j > i; --j) {
       if (groups[i].pc != groups[j].pc || groups[i].arrived || groups[j].arrived) continue;
       // Where lanes wait for each other to converge, they have a reason to try again.
+      if (trace_ != nullptr) trace_->Merge(groups[i], groups[j]);
       groups[i].mask |= groups[j].mask;
       groups[i].blocked = false;
       groups.erase(groups.begin() + static_cast<ptrdiff_t>(j));
@@ -543,6 +552,7 @@ void Machine::FinishWarp(Warp& warp) {
   warp.ready = false;
   cta.free_registers += warp.register_count * kLanes;
   --cta.live_warps;
+  if (trace_ != nullptr) trace_->EndWarp(warp);
   if (options_.strict) CheckFinished(warp);
   Wake(cta);
 }
@@ -575,6 +585,7 @@ bool Machine::TimeOut() {
           if (!inst.may_time_out) continue;
           group.blocked = false;
           group.timed_out = true;
+          if (trace_ != nullptr) trace_->TimeOut(group);
           warp->ready = true;
           any = true;
         }
@@ -654,6 +665,7 @@ void Machine::Advance(Warp& warp, uint32_t mask) {
 }
 
 void Machine::LearnSlot(Warp& warp, uint32_t mask, Slot slot) {
+  Retire(*warp.cta, slot, Time(*warp.cta, slot));
   Split(warp, mask);
   for (Knowledge& one : warp.knowledge) {
     if (one.mask & mask) one.clock.SetSeen(slot, Time(*warp.cta, slot));
@@ -1010,16 +1022,20 @@ MBarrier* Machine::FindBarrier(Cta& cta, uint32_t address) {
   const std::optional<SharedPlace> place = FindShared(cta, address, 8);
   if (!place || place->offset % 8 != 0) return nullptr;
   const auto it = place->cta->mbarriers.find(place->offset);
-  return it == place->cta->mbarriers.end() ? nullptr : &it->second;
+  if (it == place->cta->mbarriers.end()) return nullptr;
+  if (trace_ != nullptr) trace_->LookUp(*place->cta, place->offset, it->second);
+  return &it->second;
 }
 
 void Machine::Arrive(Cta& cta, MBarrier& barrier, uint32_t count, const VectorClock& clock) {
+  if (trace_ != nullptr) trace_->Arrive(cta, barrier);
   barrier.arriving.Join(clock);
   barrier.pending -= count;
   CompletePhase(cta, barrier);
 }
 
 void Machine::Transact(Cta& cta, MBarrier& barrier, int64_t bytes, const VectorClock* clock) {
+  if (trace_ != nullptr) trace_->Arrive(cta, barrier);
   if (clock != nullptr) barrier.arriving.Join(*clock);
   barrier.transactions += bytes;
   CompletePhase(cta, barrier);
@@ -1031,6 +1047,7 @@ void Machine::CompletePhase(Cta& cta, MBarrier& barrier) {
   barrier.arriving.Clear();
   barrier.pending = barrier.expected;
   ++barrier.phase;
+  if (trace_ != nullptr) trace_->CompletePhase(cta, barrier);
   Wake(cta);
 }
 
@@ -1058,6 +1075,7 @@ std::unique_ptr<Operation> Machine::NewOperation(Context& context,
   operation->clock = KnowledgeOfLane(context.warp, lane).clock;
   operation->time = ++Time(context.cta, slot);
   operation->clock.SetSeen(slot, operation->time);
+  if (trace_ != nullptr) trace_->Issue(*operation);
   return operation;
 }
 

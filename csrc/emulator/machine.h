@@ -22,6 +22,7 @@
 #include "csrc/emulator/program.h"
 #include "csrc/emulator/race.h"
 #include "csrc/emulator/report.h"
+#include "csrc/emulator/trace.h"
 
 namespace jax_fa4::emulator {
 
@@ -90,6 +91,7 @@ struct Group {
   // already).
   bool arrived = false;
   uint64_t ticket = 0;
+  int32_t wait = -1;  // in the event trace
 };
 
 // Lanes whose knowledge of others is the same. Lanes that acquire something apart from the rest
@@ -164,6 +166,7 @@ struct Operation {
   std::function<void(Operation&)> run;  // does one step
   int steps = 1;                        // still to do; complete at 0
   bool only_global = false;             // the steps left use no memory of the CTA
+  int32_t event = -1;                   // in the event trace
 
   Access access() const { return {time, slot, lane, true, instruction}; }
 };
@@ -242,6 +245,8 @@ struct Options {
   uint32_t sm_count = 148;
   uint64_t max_instructions = UINT64_C(1) << 40;  // of warps
   size_t max_reports = 20;                        // a fatal one comes on top
+  bool trace = false;                             // whether to record one, and how much of it
+  size_t max_trace_events = 1 << 20;
   // Called with the CTAs that have ended and all CTAs, and from time to time with UINT64_MAX and 0;
   // returns false to stop.
   std::function<bool(uint64_t done, uint64_t total)> progress;
@@ -430,6 +435,31 @@ class Machine {
   // Valid as long as the machine.
   const TensorMap* DecodeMap(const uint8_t* bytes);
 
+  // The event trace, or null in a run that records none.
+  std::shared_ptr<Trace> trace() const { return trace_; }
+  // What an instruction returns that waits for an object; the trace names both.
+  Outcome BlockedOn(const char* name, const void* object, Trace::Arguments arguments) {
+    if (trace_ != nullptr) trace_->Wait(name, object, arguments);
+    return Outcome::kBlocked;
+  }
+  // What executes contributes to what waiters for an object need, or completes it.
+  void Signal(const char* name, const void* object, Trace::Arguments arguments, bool completes) {
+    if (trace_ != nullptr) trace_->Signal(name, object, arguments, completes);
+  }
+  // What an operation is about.
+  void Describe(const Operation& operation,
+                Trace::Arguments arguments,
+                std::span<const int32_t> coordinates = {}) {
+    if (trace_ != nullptr) trace_->Describe(operation, arguments, coordinates);
+  }
+  // An operation of a warp's unit that counts as complete when it is waited for, up to a time.
+  void Issue(Slot slot, uint32_t time, const char* name, Trace::Arguments arguments) {
+    if (trace_ != nullptr) trace_->Issue(slot, time, name, arguments);
+  }
+  void Retire(const Cta& cta, Slot slot, uint32_t time) {
+    if (trace_ != nullptr) trace_->Retire(cta, slot, time);
+  }
+
  private:
   Launch launch_;
   Options options_;
@@ -440,6 +470,7 @@ class Machine {
   uint64_t next_cluster_ = 0;
   uint64_t cluster_count_ = 0;
   uint64_t executed_ = 0;
+  std::shared_ptr<Trace> trace_;
   bool stopped_ = false;
 
   std::map<const uint8_t*, std::shared_ptr<const TensorMap>> maps_;

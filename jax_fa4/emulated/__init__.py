@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import importlib.resources
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
@@ -65,15 +66,28 @@ class Run:
     Attributes:
       reports: what was found wrong, in the order found; `str(report)` tells it in full.
       instructions: how many instructions warps executed.
+      trace: if it was asked for, `trace.events` (docs/emulator.md says what an event tells) and `trace.missing`, the
+        number of later events for which there was no room.
     """
 
     reports: list[Any]
     instructions: int
+    trace: Any = None
 
     def check(self) -> None:
         """Raises EmulationError if there are reports."""
         if self.reports:
             raise EmulationError("\n\n".join(map(str, self.reports)))
+
+    def save_trace(self, path: str | Path) -> None:
+        """Writes the trace as JSON that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+        Raises:
+          ValueError: the launch recorded no trace.
+        """
+        if self.trace is None:
+            raise ValueError("The run has no trace; launch with trace=True to record one.")
+        Path(path).write_text(self.trace.chrome_json(), encoding="utf-8")
 
 
 class Kernel:
@@ -107,6 +121,8 @@ class Kernel:
         check_races: bool = True,
         sm_count: int = 148,
         max_instructions: int = 1 << 40,
+        trace: bool = False,
+        max_trace_events: int = 1 << 20,
         progress: Callable[[int, int], None] | None = None,
     ) -> Run:
         """Runs the kernel to its end, or to the first fatal report. Ctrl-C ends it.
@@ -122,6 +138,8 @@ class Kernel:
           check_races: whether accesses are checked for races.
           sm_count: how many CTAs are resident at a time, and what %nsmid says.
           max_instructions: of all warps together, after which the run ends with a report.
+          trace: whether to record what asynchronous operations and waits do; the run then takes longer.
+          max_trace_events: how many events the trace keeps, of up to 200 bytes each; later ones are counted only.
           progress: called with the number of CTAs that have ended, and of all CTAs.
 
         Raises:
@@ -161,9 +179,11 @@ class Kernel:
             check_races=check_races,
             sm_count=sm_count,
             max_instructions=max_instructions,
+            trace=trace,
+            max_trace_events=max_trace_events,
             progress=progress,
         )
-        return Run(result.reports, result.instructions)
+        return Run(result.reports, result.instructions, result.trace)
 
 
 class _Memory:
