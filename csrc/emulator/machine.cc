@@ -199,8 +199,9 @@ uint64_t Machine::BytesOfCluster() const {
   const uint64_t shared = DynamicStart(program) + launch_.dynamic_shared_bytes + 16;
   const uint64_t shadow = options_.check_races ? shared / 4 * sizeof(Cell) : 0;
   const uint64_t groups = kLanes * (sizeof(BulkGroup) + 96);
-  const uint64_t registers =
-      uint64_t{program.register_rows} * kRowWords * 4 + program.predicates * 4;
+  const uint64_t registers = uint64_t{program.register_rows} * kRowWords * 4 +
+                             program.predicates * 4 +
+                             program.tracked.size() * sizeof(WarpgroupRegister);
   const uint64_t local = uint64_t{program.local_bytes} * kLanes;
   const uint64_t warp = sizeof(Warp) + groups + registers + local + 4 * slots * sizeof(uint32_t);
   return ranks * (sizeof(Cta) + shared + shadow + warps * warp);
@@ -247,6 +248,7 @@ std::unique_ptr<Cluster> Machine::NewCluster(uint64_t number) {
       warp->registers.assign(size_t{program.register_rows} * kRowWords, 0);
       warp->predicates.assign(program.predicates, 0);
       warp->local = Zeros<uint8_t>(size_t{program.local_bytes} * kLanes);
+      warp->warpgroup_registers.resize(program.tracked.size());
       warp->register_count = at_launch;
       Knowledge all{.mask = warp->live,
                     .slot = static_cast<Slot>(cta->first_slot + w * kWarpSlots),
@@ -486,6 +488,7 @@ bool Machine::RunWarp(Warp& warp, int budget) {
       ++executed_;
       context.mask = mask;
       if (!warp.pending_rows.empty()) CheckPending(context, inst);
+      if (inst.access_count != 0) CheckWarpgroupRegisters(context, inst);
       switch (inst.execute(context, inst)) {
         case Outcome::kNext:
           ran = true;
@@ -1196,6 +1199,16 @@ void Machine::CheckFinished(Warp& warp) {
       report("a warp ended before a bulk copy of its own has read shared memory.", operation.get());
       return;
     }
+  }
+  for (const WarpgroupRegister& one : warp.warpgroup_registers) {
+    if (one.time <= warp.warpgroup_completed) continue;
+    Operation operation;
+    operation.name = "wgmma.mma_async";
+    operation.instruction = one.instruction;
+    operation.warp = warp.index;
+    report("a warp ended with a wgmma.mma_async under way, for which no wgmma.wait_group waits.",
+           &operation);
+    return;
   }
   if (cta.live_warps > 0) return;
   for (const auto& operation : cta.copies) {

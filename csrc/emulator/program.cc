@@ -276,6 +276,7 @@ class ProgramBuilder final : public Decoder {
       throw ptx::Error(kernel_->line, "the kernel has no instruction.");
     PlaceVariables();
     DecodeAll();
+    TrackWarpgroupRegisters();
     FindBlocks();
     FindLiveness();
     Allocate();
@@ -420,6 +421,72 @@ class ProgramBuilder final : public Decoder {
     }();
     DecodeStatement(kReturn, count);
     first_touch_.push_back(static_cast<uint32_t>(touches_.size()));
+  }
+
+  bool IsOpcode(size_t instruction, std::string_view start) const {
+    return program_->kernel->statements[program_->instructions[instruction].statement]
+        .opcode.starts_with(start);
+  }
+
+  void TrackWarpgroupRegisters() {
+    constexpr uint32_t kUntracked = UINT32_MAX;
+    constexpr std::string_view kWarpgroup = "wgmma.mma_async.";
+    const size_t count = program_->instructions.size();
+    std::vector<uint32_t>& tracked = program_->tracked;
+    std::vector<uint32_t> numbers(kernel_->registers.size(), kUntracked);
+    const auto is_candidate = [&](uint32_t reg, int least, int most) {
+      return reg < numbers.size() && BitsOf(reg) >= least && BitsOf(reg) <= most;
+    };
+    const auto track = [&](uint32_t reg) {
+      if (numbers[reg] != kUntracked) return;
+      numbers[reg] = static_cast<uint32_t>(tracked.size());
+      tracked.push_back(reg);
+    };
+    std::vector<size_t> moves;
+    for (size_t i = 0; i < count; ++i) {
+      if (IsOpcode(i, "mov.")) moves.push_back(i);
+      if (!IsOpcode(i, kWarpgroup)) continue;
+      for (uint32_t t = first_touch_[i]; t < first_touch_[i + 1]; ++t) {
+        if (is_candidate(touches_[t] >> 1, 32, 32)) track(touches_[t] >> 1);
+      }
+    }
+    if (tracked.empty()) return;
+    for (size_t before = 0; before != tracked.size();) {
+      before = tracked.size();
+      for (const size_t i : moves) {
+        bool any = false;
+        for (const bool second : {false, true}) {
+          for (uint32_t t = first_touch_[i]; t < first_touch_[i + 1]; ++t) {
+            const uint32_t reg = touches_[t] >> 1;
+            if (!is_candidate(reg, 8, 128)) continue;
+            any = any || numbers[reg] != kUntracked;
+            if (second && any) track(reg);
+          }
+        }
+      }
+    }
+    for (size_t i = 0; i < count; ++i) {
+      Inst& inst = program_->instructions[i];
+      const bool is_warpgroup = IsOpcode(i, kWarpgroup);
+      inst.first_access = static_cast<uint32_t>(program_->accesses.size());
+      for (const bool write : {is_warpgroup, !is_warpgroup}) {
+        const auto end = static_cast<uint32_t>(program_->accesses.size());
+        for (uint32_t t = first_touch_[i]; t < first_touch_[i + 1]; ++t) {
+          const uint32_t reg = touches_[t] >> 1;
+          if (((touches_[t] & 1) != 0) != write || reg >= numbers.size() ||
+              numbers[reg] == kUntracked || (is_warpgroup && BitsOf(reg) != 32)) {
+            continue;
+          }
+          // The accumulators of a wgmma.mma_async are read as well, which says nothing new.
+          bool known = false;
+          for (uint32_t a = inst.first_access; is_warpgroup && !write && a < end; ++a) {
+            known = known || program_->accesses[a].number == numbers[reg];
+          }
+          if (!known) program_->accesses.push_back({numbers[reg], write});
+        }
+      }
+      inst.access_count = static_cast<uint32_t>(program_->accesses.size()) - inst.first_access;
+    }
   }
 
   bool FallsThrough(int32_t at) const {
