@@ -20,6 +20,11 @@ constexpr int kTimeoutRounds = 4;
 
 constexpr uint64_t kInstructionsBetweenPolls = 200000;
 
+// After how many instructions without any change of memory or barriers it is looked for warps that
+// spin for good, and how many instructions a turn of such a loop may have.
+constexpr uint64_t kPatience = 1 << 20;
+constexpr int kMaxTurn = 1 << 14;
+
 // What the clusters that are resident at once may take, and one alone. More of them are resident
 // only if they are small, which differs from a GPU only for kernels that need all their CTAs to be.
 constexpr uint64_t kResidentBytes = UINT64_C(1) << 30;
@@ -380,6 +385,12 @@ bool Machine::Step() {
         "the run was ended after " + std::to_string(executed_) + " instructions of warps.");
     return true;
   }
+  if (executed_ - last_change_ > kPatience && SpinsForGood()) {
+    ReportStanding(
+        Report::Kind::kDeadlock,
+        "every warp that has not ended waits, or polls what nothing can change any more.");
+    return true;
+  }
   // Lets a signal end a run whose CTAs do not end.
   if (executed_ >= next_poll_ && options_.progress) {
     next_poll_ = executed_ + kInstructionsBetweenPolls;
@@ -442,6 +453,7 @@ bool Machine::StepCta(Cta& cta) {
 
 void Machine::RunStep(Cta& cta, Operation& operation) {
   --operation.steps;
+  last_change_ = executed_;
   operation.run(operation);
   Wake(cta);
 }
@@ -481,6 +493,7 @@ bool Machine::RunWarp(Warp& warp, int budget) {
       uint32_t mask = group->mask;
       if (inst.guard) mask &= context.Predicate(inst.guard);
       if (mask == 0) {
+        ran = true;
         ++group->pc;
         regroup = group->pc >= limit;
         continue;
@@ -489,7 +502,11 @@ bool Machine::RunWarp(Warp& warp, int budget) {
       context.mask = mask;
       if (!warp.pending_rows.empty()) CheckPending(context, inst);
       if (inst.access_count != 0) CheckWarpgroupRegisters(context, inst);
-      switch (inst.execute(context, inst)) {
+      const Outcome outcome = inst.execute(context, inst);
+      // What blocks has had no effect, but that it may have arrived.
+      if (!inst.is_pure && (outcome != Outcome::kBlocked || group->arrived))
+        last_change_ = executed_;
+      switch (outcome) {
         case Outcome::kNext:
           ran = true;
           ++group->pc;
@@ -585,6 +602,96 @@ bool Machine::TimeOut() {
     }
   }
   return any;
+}
+
+// Whether nothing can change any more. Where only pure instructions have been executed for long,
+// every group of lanes is run for itself, which the scheduler might do too: if each waits, or comes
+// to a state of its registers in which it was before, and nothing but pure instructions was
+// executed meanwhile, then each will do the same for ever, in whatever order they run: what a pure
+// instruction does depends on the lanes that execute it and on memory, which stays as it is.
+bool Machine::SpinsForGood() {
+  if (quiet_since_ != last_change_) {
+    quiet_since_ = last_change_;
+    patience_ = kPatience;
+  }
+  if (executed_ - last_change_ <= patience_) return false;
+  patience_ *= 2;
+  for (const auto& cluster : clusters_) {
+    for (const auto& cta : cluster->ctas) {
+      if (!cta->copies.empty() || !cta->tensor_pipe.empty()) return false;
+    }
+  }
+  for (const auto& cluster : clusters_) {
+    for (const auto& cta : cluster->ctas) {
+      for (const auto& warp : cta->warps) {
+        if (warp->live != 0 && !IsStuck(*warp)) return false;
+      }
+    }
+  }
+  return true;
+}
+
+bool Machine::IsStuck(Warp& warp) {
+  const auto waits = [&](const Group& group) {
+    return group.blocked && !launch_.program->instructions[group.pc].may_time_out;
+  };
+  uint32_t waiting = 0;
+  for (const Group& group : warp.groups) waiting |= waits(group) ? group.mask : 0;
+  bool stuck = true;
+  for (uint32_t rest = warp.live & ~waiting; stuck && rest != 0;) {
+    const int lane = std::countr_zero(rest);
+    stuck = IsStuck(warp, lane);
+    for (const Group& group : warp.groups) {
+      if (group.mask >> lane & 1) rest &= ~group.mask;
+    }
+  }
+  for (Group& group : warp.groups) group.blocked = (group.mask & ~waiting) == 0;
+  warp.ready = true;
+  return stuck;
+}
+
+// Runs the group of a lane, and leaves it at what it polls.
+bool Machine::IsStuck(Warp& warp, int lane) {
+  const auto group = [&]() -> Group& {
+    size_t i = 0;
+    while (!(warp.groups[i].mask >> lane & 1)) ++i;
+    return warp.groups[i];
+  };
+  const auto is_poll = [&] {
+    return launch_.program->instructions[group().pc].describe_wait != nullptr;
+  };
+  for (Group& one : warp.groups) one.blocked = true;
+  int32_t pc = -1;
+  uint32_t mask = 0;
+  std::vector<uint32_t> registers, predicates;
+  bool recurs = false;
+  // Brent's way to find a cycle: the state to come back to is taken anew after 1, 2, 4, ... steps.
+  for (int step = 0, power = 1, since = 0; step < kMaxTurn; ++step) {
+    if (recurs && is_poll()) return true;
+    const Inst& inst = launch_.program->instructions[group().pc];
+    if (group().blocked && step > 0 && !inst.may_time_out) return true;
+    group().blocked = false;
+    group().timed_out = inst.may_time_out;
+    if (since == 0) {
+      pc = group().pc;
+      mask = group().mask;
+      registers = warp.registers;
+      predicates = warp.predicates;
+    }
+    RunWarp(warp, 1);
+    if (stopped_ || last_change_ != quiet_since_) return false;
+    // Lanes that go apart may meet again in more ways than one.
+    int running = 0;
+    for (const Group& one : warp.groups) running += !one.blocked;
+    if (running > 1) return false;
+    recurs = recurs || (group().pc == pc && group().mask == mask && warp.predicates == predicates &&
+                        warp.registers == registers);
+    if (++since == power) {
+      since = 0;
+      power *= 2;
+    }
+  }
+  return recurs;
 }
 
 // ---- Knowledge
@@ -1236,12 +1343,13 @@ void Machine::CheckExit(Cta& cta) {
   }
 }
 
-std::string Machine::DescribeWait(Warp& warp, const Group& group) {
+std::string Machine::DescribeWait(Warp& warp, const Group& group, bool polls) {
   char lanes[32];
   std::snprintf(lanes, sizeof(lanes), "lanes %08x", group.mask);
   std::string text = lanes;
   const Inst& inst = launch_.program->instructions[group.pc];
-  if (!group.blocked) return text + " are here";
+  if (!group.blocked && !(polls && inst.is_pure && inst.describe_wait != nullptr))
+    return text + " are here";
   if (inst.describe_wait == nullptr) return text + " wait";
   Group copy = group;
   Context context{*this,
@@ -1272,7 +1380,7 @@ void Machine::ReportStanding(Report::Kind kind, const std::string& message) {
           place.cta = cta->index;
           place.warp = warp->index;
           place.lane = std::countr_zero(group.mask);
-          place.role = DescribeWait(*warp, group);
+          place.role = DescribeWait(*warp, group, kind == Report::Kind::kDeadlock);
           report.places.push_back(std::move(place));
         }
       }

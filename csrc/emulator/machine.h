@@ -209,7 +209,7 @@ struct Cta {
   uint32_t first_barrier = UINT32_MAX,
            last_barrier = 0;  // between these addresses all of them have been
   std::array<NamedBarrier, 16> barriers;
-  Locations locations;                                 // of its shared memory
+  Locations locations;  // of its shared memory
   std::array<Warpgroup, 8> warpgroups;
   std::deque<std::unique_ptr<Operation>> tensor_pipe;  // executes in order
   std::vector<std::unique_ptr<Operation>> copies;      // execute in any order
@@ -474,8 +474,11 @@ class Machine {
   std::unordered_set<uint64_t> races_;  // pairs of instructions reported already
   size_t capacity_ = 1;                 // clusters that are resident at once
   uint64_t next_poll_ = 0;
-  uint64_t wakes_ = 0;  // how often anything happened that could end a wait
-  uint64_t done_ = 0;   // CTAs
+  uint64_t wakes_ = 0;        // how often anything happened that could end a wait
+  uint64_t done_ = 0;         // CTAs
+  uint64_t last_change_ = 0;  // executed_ when something last happened that is not pure
+  uint64_t quiet_since_ = 0;  // last_change_ when it was last looked for warps that spin for good
+  uint64_t patience_ = 0;     // how many instructions after that to look again
 
   void PlaceVariables();
   uint64_t BytesOfCluster() const;
@@ -493,6 +496,9 @@ class Machine {
   void CheckFinished(Warp& warp);
   void CheckExit(Cta& cta);
   bool TimeOut();
+  bool SpinsForGood();
+  bool IsStuck(Warp& warp);
+  bool IsStuck(Warp& warp, int lane);
   void Split(Warp& warp, uint32_t mask);
   void CheckPending(Context& context, const Inst& inst);
   void CompletePhase(Cta& cta, MBarrier& barrier);
@@ -500,7 +506,7 @@ class Machine {
   int WarpOfSlot(Slot slot) const;
   std::array<uint32_t, 3> IndexOf(uint32_t cluster, uint32_t rank) const;
   GlobalMemory* FindChecked(uint64_t address, const Buffer** buffer);
-  std::string DescribeWait(Warp& warp, const Group& group);
+  std::string DescribeWait(Warp& warp, const Group& group, bool polls);
   bool IsNewRace(int32_t instruction, int32_t earlier);
   // `places` are those of the access and of the earlier one.
   void ReportRace(Fault fault, const std::string& where, std::array<Report::Place, 2> places);

@@ -60,7 +60,10 @@ struct Inst {
   uint32_t mode[4] = {0, 0, 0, 0};  // variants that one function executes
   int32_t target = -1;              // of a branch: index of an instruction
   bool may_time_out = false;        // it waits, and may give up without success
-  std::string (*describe_wait)(Context&, const Inst&) = nullptr;  // what it waits for, for reports
+  // All that it changes are registers of the lanes that execute it, and these by what it finds in
+  // their registers and in memory alone.
+  bool is_pure = false;
+  std::string (*describe_wait)(Context&, const Inst&) = nullptr;  // or polls, for reports
   int32_t statement = 0;  // index in ptx::Kernel::statements; instructions and statements match 1:1
   // What it does with registers that wgmma uses: [first, first + count) of Program::accesses.
   uint32_t first_access = 0, access_count = 0;
