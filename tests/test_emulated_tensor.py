@@ -454,6 +454,9 @@ def wgmma_kernel(
     d = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
     kind = "bf16" if dtype == BF16 else "f16"
+    fence = 'asm volatile("wgmma.fence.sync.aligned;" ::: "memory");'
+    wait = 'asm volatile("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;" ::: "memory");'
+    load_a = f"u32 r[4]; for (int j = 0; j < 4; ++j) r[j] = registers[(i * 128 + t) * 4 + j]; {fence}"
     if a_in_registers:
         a_text, a_inputs, at = (
             "{" + ", ".join(f"%{count + i}" for i in range(4)) + "}",
@@ -479,17 +482,17 @@ def wgmma_kernel(
       Wait(&loaded, 0);
       float d[{count}];
       for (int i = 0; i < {count}; ++i) d[i] = c ? c[t * {count} + i] : 5.0f;
-      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+      {"" if a_in_registers else fence}
       #pragma unroll 1
       for (u32 i = 0; i < steps; ++i) {{
-        {"u32 r[4]; for (int j = 0; j < 4; ++j) r[j] = registers[(i * 128 + t) * 4 + j];" if a_in_registers else ""}
+        {load_a if a_in_registers else ""}
         asm volatile("{{ .reg .pred p; setp.ne.u32 p, %{at + 1}, 0;\\n"
                      "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} "
                      "{{{d}}}, {a_text}, %{at}, p, {flags}; }}"
                      : {outputs} : {a_inputs}, "l"(db[i]), "r"(u32(i || c)));
+        {wait if a_in_registers else ""}
       }}
-      asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-      asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+      {"" if a_in_registers else wait}
       for (int i = 0; i < {count}; ++i) out[t * {count} + i] = d[i];
     }}""",
         "compute_90a",

@@ -287,6 +287,16 @@ Outcome Load(Context& context, const Inst& inst) {
   return Outcome::kNext;
 }
 
+std::string PollsValue(Context& context, const Inst& inst) {
+  const int lane = std::countr_zero(context.mask);
+  const uint64_t address = LaneAddress(context, inst.source[0], inst.immediate[0], lane);
+  const uint8_t* bytes =
+      Find(context, static_cast<Area>(inst.mode[0]), address, inst.mode[1], lane, false).bytes;
+  uint64_t value = 0;
+  if (bytes != nullptr) std::memcpy(&value, bytes, std::min<uint32_t>(inst.mode[1], 8));
+  return "read address " + Hex(address) + ", which holds " + Hex(value) + ", again and again";
+}
+
 Outcome Store(Context& context, const Inst& inst) {
   const auto area = static_cast<Area>(inst.mode[0]);
   const uint32_t size = inst.mode[1];
@@ -417,6 +427,7 @@ void DecodeLoadStore(Decoder& decoder, Parts& parts, bool is_load) {
     if (inst.destination_count != count)
       decoder.Fail("the vector's length is not that of the type.");
     inst.execute = Load;
+    inst.describe_wait = PollsValue;
   } else {
     inst.source[0] = decoder.Address(decoder.Operand(0), &inst.immediate[0]);
     decoder.SourceList(decoder.Operand(1), bits, true);

@@ -3,6 +3,7 @@
 //
 // Source: PTX ISA 9.0, 9.7.14 (mma, ldmatrix, stmatrix), 9.7.15 (wgmma).
 
+#include <algorithm>
 #include <bit>
 #include <cstring>
 
@@ -51,15 +52,200 @@ void ScatterD(Context& context, const Ref* refs, uint32_t count, int n, const fl
   }
 }
 
-// ---- wgmma. Each warp of a warpgroup computes 16 of the 64 rows, so none has to wait for another
-// here.
+// ---- wgmma: its registers
+//
+// The results of a wgmma.mma_async appear in the accumulators when it is issued, which is as good
+// as any other time: whoever accesses them before it is known to be complete is reported.
+
+using Use = WarpgroupRegister::Use;
+
+bool InFlight(const Warp& warp, const WarpgroupRegister& one) {
+  return one.time > warp.warpgroup_completed;
+}
+
+int ShapeOf(const Machine& machine, const WarpgroupRegister& one) {
+  return static_cast<int>(machine.program().instructions[one.instruction].mode[0]);
+}
+
+std::string NameOf(const Machine& machine, uint32_t number) {
+  return machine.program().kernel->registers[machine.program().tracked[number]].name;
+}
+
+void ReportRegister(Context& context,
+                    const std::string& message,
+                    const char* role,
+                    int32_t other,
+                    const char* other_role) {
+  Machine& machine = context.machine;
+  Report report{.kind = Report::Kind::kMisuse, .message = message, .places = {}, .fatal = false};
+  const auto add = [&](int32_t instruction, const char* what) {
+    Report::Place place = machine.PlaceOf(instruction);
+    place.cta = context.cta.index;
+    place.warp = context.warp.index;
+    place.lane = std::countr_zero(context.mask);
+    place.role = what;
+    report.places.push_back(std::move(place));
+  };
+  add(context.group.pc, role);
+  if (other >= 0) add(other, other_role);
+  machine.AddReport(std::move(report));
+}
+
+// A register of a wgmma.mma_async that is not known to be complete is accessed by this instruction.
+void ReportInFlight(Context& context, uint32_t number, const char* does) {
+  Warp& warp = context.warp;
+  const WarpgroupRegister& one = warp.warpgroup_registers[number];
+  const auto& groups = warp.warpgroup_groups;
+  size_t group = 0;
+  while (group < groups.size() && groups[group] < one.time) ++group;
+  std::string message = "register " + NameOf(context.machine, number);
+  message += one.use == Use::kCopy
+                 ? ", a copy of an accumulator of a wgmma.mma_async under way, is "
+             : one.use == Use::kOperand ? ", operand A of a wgmma.mma_async under way, is "
+                                        : ", an accumulator of a wgmma.mma_async under way, is ";
+  message += does;
+  message += group == groups.size() ? " before a wgmma.commit_group and a wgmma.wait_group."
+                                    : " without a wgmma.wait_group of at most " +
+                                          std::to_string(groups.size() - 1 - group) + " before.";
+  ReportRegister(
+      context, message, "this access", one.instruction, "wgmma.mma_async was issued here");
+  // One fault makes one report: from here on it is as if a wait had come.
+  warp.warpgroup_completed = std::max(warp.warpgroup_completed, one.time);
+}
+
+// Checks the registers of a wgmma.mma_async that is being issued.
+void IssueRegisters(Context& context, const Inst& inst, uint32_t time) {
+  Machine& machine = context.machine;
+  Warp& warp = context.warp;
+  const Program& program = machine.program();
+  // What a wgmma.fence is missing after, or null.
+  const auto unfenced = [&](const WarpgroupRegister& one, bool write) -> const char* {
+    if (one.accessed == warp.warpgroup_fences) return "has been accessed by another instruction";
+    if (one.instruction < 0 || one.fences != warp.warpgroup_fences) return nullptr;
+    if ((one.use == Use::kOperand) == write) return "has been used by another wgmma.mma_async";
+    if (write && ShapeOf(machine, one) != static_cast<int>(inst.mode[0]))
+      return "has been an accumulator of a wgmma.mma_async of another shape";
+    return nullptr;
+  };
+  if (warp.warpgroup_fences == 0) {
+    ReportRegister(context,
+                   "no wgmma.fence stands before the first wgmma.mma_async of a warp.",
+                   "this one",
+                   -1,
+                   "");
+    warp.warpgroup_fences = 1;
+  }
+  for (uint32_t i = 0; i < inst.access_count; ++i) {
+    const auto [number, write] = program.accesses[inst.first_access + i];
+    WarpgroupRegister& one = warp.warpgroup_registers[number];
+    // Accumulators may be those of a product under way that has the same shape, operand A that of
+    // any other.
+    if (InFlight(warp, one) && (one.use == Use::kOperand) == write) {
+      ReportInFlight(context, number, write ? "an accumulator here" : "operand A here");
+    } else if (InFlight(warp, one) && write &&
+               ShapeOf(machine, one) != static_cast<int>(inst.mode[0])) {
+      ReportInFlight(context, number, "used by one of another shape");
+    } else if (const char* what = unfenced(one, write)) {
+      ReportRegister(
+          context,
+          "register " + NameOf(machine, number) + " " + what + " since the last wgmma.fence.",
+          "wgmma.mma_async uses it here",
+          one.accessed == warp.warpgroup_fences ? one.accessed_by : one.instruction,
+          "the earlier access");
+      // One fault makes one report: from here on it is as if a fence had come.
+      ++warp.warpgroup_fences;
+    }
+    one = {.use = write ? Use::kAccumulator : Use::kOperand,
+           .time = time,
+           .instruction = context.group.pc,
+           .origin = InFlight(warp, one) && write ? one.origin : number,
+           .fences = warp.warpgroup_fences,
+           .accessed = -1};
+  }
+}
+
+// ---- wgmma
+
+std::string WaitsForWarpgroup(Context& context, const Inst&) {
+  const Warpgroup& warpgroup = context.cta.warpgroups[context.warp.index / 4];
+  if (!context.group.arrived) return "wait for all 32 lanes of their warp to arrive here";
+  std::string warps;
+  for (int i = 0; i < 4; ++i) {
+    if (warpgroup.arrived >> i & 1) continue;
+    warps += (warps.empty() ? "" : ", ") + std::to_string(context.warp.index / 4 * 4 + i);
+  }
+  return "wait for warps " + warps + " of their warpgroup to execute this wgmma.mma_async";
+}
+
+// Whether the four warps of the warpgroup, with all their lanes, have come to this wgmma.mma_async.
+// Warps that bring something else, or other operands, are reported.
+bool Meet(Context& context, const Inst& inst) {
+  Machine& machine = context.machine;
+  Group& group = context.group;
+  Warpgroup& warpgroup = context.cta.warpgroups[context.warp.index / 4];
+  if (!group.arrived) {
+    if (context.mask != ~0u) return false;
+    const auto value = [&](int operand, int lane) -> uint64_t {
+      if (operand < 2)
+        return inst.source[operand] ? LaneValue(context, inst.source[operand], lane) : 0;
+      return inst.source[2] ? context.Predicate(inst.source[2]) >> lane & 1 : inst.mode[3];
+    };
+    static constexpr const char* kNames[] = {
+        "descriptor of A", "descriptor of B", "predicate scale-d"};
+    const uint32_t bit = 1u << context.warp.index % 4;
+    const auto different = [&](int lane, const std::string& what) {
+      machine.Misuse(context,
+                     lane,
+                     "the threads of a warpgroup execute wgmma.mma_async with different " + what);
+    };
+    if (warpgroup.arrived != 0 && warpgroup.instruction != group.pc) {
+      different(0,
+                "instructions: warp " + std::to_string(warpgroup.first) + " is at line " +
+                    std::to_string(machine.PlaceOf(warpgroup.instruction).ptx_line) + ".");
+      return false;
+    }
+    for (int operand = 0; operand < 3; ++operand) {
+      const uint64_t own = value(operand, 0);
+      for (int lane = 1; lane < kLanes; ++lane) {
+        const uint64_t other = value(operand, lane);
+        if (own == other) continue;
+        different(lane,
+                  "values of the " + std::string(kNames[operand]) + ": " + Hex(own) + " and " +
+                      Hex(other) + ".");
+        return false;
+      }
+      if (warpgroup.arrived == 0) warpgroup.operands[operand] = own;
+      if (warpgroup.operands[operand] == own) continue;
+      different(0,
+                "values of the " + std::string(kNames[operand]) + ": " +
+                    Hex(warpgroup.operands[operand]) + " in warp " +
+                    std::to_string(warpgroup.first) + " and " + Hex(own) + ".");
+      return false;
+    }
+    if (warpgroup.arrived == 0) {
+      warpgroup.first = context.warp.index;
+      warpgroup.instruction = group.pc;
+    }
+    group.arrived = true;
+    group.ticket = warpgroup.generation;
+    warpgroup.arrived |= bit;
+    if (warpgroup.arrived == 0xf) {
+      warpgroup.arrived = 0;
+      ++warpgroup.generation;
+      machine.Wake(context.cta);
+    }
+  }
+  if (warpgroup.generation == group.ticket) return false;
+  group.arrived = false;
+  return true;
+}
 
 // mode[0]: n; mode[1]: types (bit 0 A, bit 1 B is bf16) and bit 2: A is in registers; mode[2]: bits
 // 0 and 1 negate A and B, bits 2 and 3 A and B are MN-major. source[0] A, source[1] B, source[2]
 // predicate: add D. The list of destinations is D, the list of sources D again and then A's
 // registers.
-Outcome Warpgroup(Context& context, const Inst& inst) {
-  if (!WholeWarp(context)) return Outcome::kBlocked;
+Outcome WarpgroupMma(Context& context, const Inst& inst) {
+  if (!Meet(context, inst)) return Outcome::kBlocked;
   Machine& machine = context.machine;
   const int n = static_cast<int>(inst.mode[0]);
   const bool a_in_registers = inst.mode[1] & 4;
@@ -70,6 +256,7 @@ Outcome Warpgroup(Context& context, const Inst& inst) {
   const uint32_t time = ++machine.Time(context.cta, slot);
   VectorClock clock = machine.KnowledgeOf(context.warp, context.mask);
   clock.SetSeen(slot, time);
+  IssueRegisters(context, inst, time);
   const Access access{time, slot, static_cast<uint8_t>(first), true, context.group.pc};
   const auto read =
       [&](const Ref& source, Major major, int rows, uint16_t* operand) -> std::string {
@@ -124,7 +311,9 @@ Outcome Warpgroup(Context& context, const Inst& inst) {
 }
 
 Outcome WarpgroupFence(Context& context, const Inst&) {
-  return WholeWarp(context) ? Outcome::kNext : Outcome::kBlocked;
+  if (!WholeWarp(context)) return Outcome::kBlocked;
+  ++context.warp.warpgroup_fences;
+  return Outcome::kNext;
 }
 
 Outcome WarpgroupCommit(Context& context, const Inst&) {
@@ -145,6 +334,7 @@ Outcome WarpgroupWait(Context& context, const Inst& inst) {
     groups.pop_front();
   }
   if (time != 0) {
+    context.warp.warpgroup_completed = std::max(context.warp.warpgroup_completed, time);
     VectorClock clock(context.cta.cluster->times.size());
     clock.SetSeen(WarpgroupSlot(context), time);
     context.machine.Learn(context.warp, context.mask, clock);
@@ -307,11 +497,56 @@ void DecodeWarpgroup(Decoder& decoder, Parts& parts) {
     if (decoder.Constant(decoder.Operand(6)) != 0) inst.mode[2] |= 4;
     if (decoder.Constant(decoder.Operand(7)) != 0) inst.mode[2] |= 8;
   }
-  inst.execute = Warpgroup;
-  inst.describe_wait = WaitsForWarp;
+  inst.execute = WarpgroupMma;
+  inst.describe_wait = WaitsForWarpgroup;
 }
 
 }  // namespace
+
+// A mov is no access: compilers copy registers where they like. It hands on what is known of its
+// source, so that a copy of an accumulator is as little of use as the accumulator itself.
+void CheckWarpgroupRegisters(Context& context, const Inst& inst) {
+  if (inst.execute == WarpgroupMma) return;
+  Warp& warp = context.warp;
+  const Program& program = context.machine.program();
+  const bool is_move = program.kernel->statements[inst.statement].opcode.starts_with("mov.");
+  WarpgroupRegister moved{.accessed = -1};
+  for (uint32_t i = 0; i < inst.access_count; ++i) {
+    const auto [number, write] = program.accesses[inst.first_access + i];
+    WarpgroupRegister& one = warp.warpgroup_registers[number];
+    const bool in_flight = InFlight(warp, one);
+    if (!write && is_move) {
+      if (one.accessed > moved.accessed) {
+        moved.accessed = one.accessed;
+        moved.accessed_by = one.accessed_by;
+      }
+      if (!in_flight || one.use == Use::kOperand) continue;
+      moved.use = Use::kCopy;
+      moved.time = one.time;
+      moved.instruction = one.instruction;
+      moved.origin = one.origin;
+      moved.fences = one.fences;
+      continue;
+    }
+    if (in_flight && (!write || one.use != Use::kCopy)) {
+      // An accumulator may get back what products under way have made of a copy of it.
+      if (is_move && InFlight(warp, moved) && moved.origin == one.origin) {
+        moved.use = Use::kAccumulator;
+      } else {
+        ReportInFlight(context, number, write ? "written" : "read");
+      }
+    }
+    if (is_move) {
+      one = moved;
+    } else if (write) {
+      one = {.accessed = warp.warpgroup_fences, .accessed_by = context.group.pc};
+    } else if (context.machine.options().strict) {
+      // Only writes change what a product gets.
+      one.accessed = warp.warpgroup_fences;
+      one.accessed_by = context.group.pc;
+    }
+  }
+}
 
 bool DecodeMatrix(Decoder& decoder, Parts parts) {
   Inst& inst = decoder.inst();

@@ -329,7 +329,8 @@ Outcome SetRegister(Context& context, const Inst& inst) {
   return Outcome::kNext;
 }
 
-template <typename Function>
+// Of the first kCount tests; null for the others.
+template <size_t kCount = 14, typename Function>
 Execute ForTest(Test test, Function function) {
   static_assert(static_cast<int>(Test::kNan) == 13);
   const auto pick = [&]<size_t... I>(std::index_sequence<I...>) {
@@ -340,28 +341,7 @@ Execute ForTest(Test test, Function function) {
      ...);
     return execute;
   };
-  return pick(std::make_index_sequence<14>());
-}
-
-// Integers know the first six.
-template <typename Function>
-Execute ForIntegerTest(Test test, Function function) {
-  switch (test) {
-    case Test::kEq:
-      return function(std::integral_constant<Test, Test::kEq>());
-    case Test::kNe:
-      return function(std::integral_constant<Test, Test::kNe>());
-    case Test::kLt:
-      return function(std::integral_constant<Test, Test::kLt>());
-    case Test::kLe:
-      return function(std::integral_constant<Test, Test::kLe>());
-    case Test::kGt:
-      return function(std::integral_constant<Test, Test::kGt>());
-    case Test::kGe:
-      return function(std::integral_constant<Test, Test::kGe>());
-    default:
-      return nullptr;
-  }
+  return pick(std::make_index_sequence<kCount>());
 }
 
 template <typename Operand>
@@ -501,11 +481,11 @@ void DecodeCompare(Form& form, bool sets_register) {
     default:
       inst.execute = ForInteger(type, [&](auto zero) -> Execute {
         using T = decltype(zero);
+        // Integers know the first six.
         if (sets_register) {
-          return ForIntegerTest(test,
-                                [](auto t) -> Execute { return SetRegister<t(), As<T>, false>; });
+          return ForTest<6>(test, [](auto t) -> Execute { return SetRegister<t(), As<T>, false>; });
         }
-        return ForIntegerTest(test, [](auto t) -> Execute { return SetPredicates<t(), As<T>>; });
+        return ForTest<6>(test, [](auto t) -> Execute { return SetPredicates<t(), As<T>>; });
       });
   }
   const size_t operands = combine == Combine::kNone ? 3 : 4;
@@ -542,18 +522,22 @@ Outcome Select(Context& context, const Inst& inst) {
   return Outcome::kNext;
 }
 
+Type TakeSelectedType(Form& form) {
+  return form.TakeType({Type::kB16,
+                        Type::kU16,
+                        Type::kS16,
+                        Type::kB32,
+                        Type::kU32,
+                        Type::kS32,
+                        Type::kF32,
+                        Type::kB64,
+                        Type::kU64,
+                        Type::kS64,
+                        Type::kF64});
+}
+
 void DecodeSelect(Form& form) {
-  const Type type = form.TakeType({Type::kB16,
-                                   Type::kU16,
-                                   Type::kS16,
-                                   Type::kB32,
-                                   Type::kU32,
-                                   Type::kS32,
-                                   Type::kF32,
-                                   Type::kB64,
-                                   Type::kU64,
-                                   Type::kS64,
-                                   Type::kF64});
+  const Type type = TakeSelectedType(form);
   form.Finish();
   form.decoder.ExpectOperands(4, 4);
   Inst& inst = form.inst();
@@ -572,17 +556,7 @@ constexpr auto kSelectByFlushedSign = [](auto a, auto b, float c) {
 // slct (9.7.6.4): -0 selects as +0, NaN selects b.
 void DecodeSelectBySign(Form& form) {
   const bool ftz = form.Take("ftz");
-  const Type type = form.TakeType({Type::kB16,
-                                   Type::kU16,
-                                   Type::kS16,
-                                   Type::kB32,
-                                   Type::kU32,
-                                   Type::kS32,
-                                   Type::kF32,
-                                   Type::kB64,
-                                   Type::kU64,
-                                   Type::kS64,
-                                   Type::kF64});
+  const Type type = TakeSelectedType(form);
   const Type sign = form.TakeType({Type::kS32, Type::kF32});
   if (ftz && sign != Type::kF32) form.decoder.Fail("\".ftz\" needs a selector of type \".f32\".");
   const auto pick = [&](auto zero) -> Execute {
@@ -624,21 +598,16 @@ Outcome Move128(Context& context, const Inst& inst) {
 template <typename T>
 Outcome MoveSharedAddress(Context& context, const Inst& inst) {
   const T offset = static_cast<T>(inst.immediate[0]) + (static_cast<T>(context.cta.rank) << 24);
-  T* to = DestinationRow<T>(context, inst.destination[0]);
-  for (int lane = 0; lane < kLanes; ++lane) {
-    to[lane] = (context.mask >> lane & 1) != 0 ? offset : to[lane];
-  }
+  Fill(context, inst.destination[0], offset);
   return Outcome::kNext;
 }
 
 // %clock and its relatives: mode[0] is the shift that selects a half.
 template <typename T>
 Outcome MoveTime(Context& context, const Inst& inst) {
-  const T time = static_cast<T>(context.machine.instructions_executed() >> inst.mode[0]);
-  T* to = DestinationRow<T>(context, inst.destination[0]);
-  for (int lane = 0; lane < kLanes; ++lane) {
-    to[lane] = (context.mask >> lane & 1) != 0 ? time : to[lane];
-  }
+  Fill(context,
+       inst.destination[0],
+       static_cast<T>(context.machine.instructions_executed() >> inst.mode[0]));
   return Outcome::kNext;
 }
 
@@ -667,17 +636,6 @@ Outcome Unpack2x32(Context& context, const Inst& inst) {
   return Outcome::kNext;
 }
 
-// A lane's value in a row whose values have `bits`.
-uint64_t ReadLane(Context& context, const Ref& ref, int lane, int bits) {
-  return bits == 64 ? context.Wide(ref)[lane] : context.Row(ref)[lane];
-}
-void WriteLane(Context& context, const Ref& ref, int lane, int bits, uint64_t value) {
-  if (bits == 64)
-    context.MutableWide(ref)[lane] = value;
-  else
-    context.MutableRow(ref)[lane] = static_cast<uint32_t>(value);
-}
-
 // The other shapes: mode[0] elements of mode[1] bits. A 128-bit value is two words of 64.
 Outcome PackElements(Context& context, const Inst& inst) {
   const int count = static_cast<int>(inst.mode[0]), bits = static_cast<int>(inst.mode[1]);
@@ -685,7 +643,7 @@ Outcome PackElements(Context& context, const Inst& inst) {
     const int lane = std::countr_zero(rest);
     uint64_t words[2] = {0, 0};
     for (int i = 0; i < count; ++i) {
-      uint64_t value = ReadLane(context, inst.source[i], lane, bits);
+      uint64_t value = LaneValue(context, inst.source[i], lane);
       if (bits < 32) value &= (uint64_t{1} << bits) - 1;
       words[i * bits / 64] |= value << (i * bits % 64);
     }
@@ -694,7 +652,7 @@ Outcome PackElements(Context& context, const Inst& inst) {
       to[2 * lane] = words[0];
       to[2 * lane + 1] = words[1];
     } else {
-      WriteLane(context, inst.destination[0], lane, count * bits, words[0]);
+      SetLaneValue(context, inst.destination[0], lane, words[0]);
     }
   }
   return Outcome::kNext;
@@ -710,13 +668,13 @@ Outcome UnpackElements(Context& context, const Inst& inst) {
       words[0] = context.Wide(inst.source[0])[2 * lane];
       words[1] = context.Wide(inst.source[0])[2 * lane + 1];
     } else {
-      words[0] = ReadLane(context, inst.source[0], lane, count * bits);
+      words[0] = LaneValue(context, inst.source[0], lane);
     }
     for (int i = 0; i < count; ++i) {
       const Ref& to = i < 2 ? inst.destination[i] : inst.source[i - 1];
       uint64_t value = words[i * bits / 64] >> (i * bits % 64);
       if (bits < 64) value &= (uint64_t{1} << bits) - 1;
-      if (to) WriteLane(context, to, lane, bits, value);
+      if (to) SetLaneValue(context, to, lane, value);
     }
   }
   return Outcome::kNext;
@@ -942,8 +900,7 @@ void DecodeConvertAddress(Form& form) {
 Outcome IsInSpace(Context& context, const Inst& inst) {
   uint32_t lanes = 0;
   for (int lane = 0; lane < kLanes; ++lane) {
-    const uint64_t address = inst.source[0].bits == 64 ? context.Wide(inst.source[0])[lane]
-                                                       : context.Row(inst.source[0])[lane];
+    const uint64_t address = LaneValue(context, inst.source[0], lane);
     bool is_in = address >> 56 == inst.mode[0];
     if (inst.mode[1] != 0) is_in = is_in && (address >> 24 & 0xffffffff) == context.cta.rank;
     lanes |= uint32_t{is_in} << lane;

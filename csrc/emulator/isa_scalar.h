@@ -94,6 +94,24 @@ void Blend(W* to, const W* from, uint32_t mask) {
   }
 }
 
+// The same value for all lanes of the mask.
+template <typename W>
+void Fill(Context& context, const Ref& ref, W value) {
+  W* const to = DestinationRow<W>(context, ref);
+  for (int lane = 0; lane < kLanes; ++lane) {
+    to[lane] = (context.mask >> lane & 1) != 0 ? value : to[lane];
+  }
+}
+
+inline void SetLaneValue(Context& context, const Ref& ref, int lane, uint64_t value) {
+  if (ref.bits == 64) {
+    context.MutableWide(ref)[lane] = value;
+  } else {
+    context.MutableRow(ref)[lane] =
+        static_cast<uint32_t>(value) & (ref.bits == 16 ? 0xffff : 0xffffffff);
+  }
+}
+
 // destination[0] = F(source[0], source[1], ...) for all lanes, as vector code. F must stand any
 // input, since it also sees lanes outside of the mask. A destination may be one of the sources but
 // never overlaps one otherwise (the register allocation of program.cc sees to that), so the loops

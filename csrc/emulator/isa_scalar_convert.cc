@@ -71,6 +71,26 @@ Real RoundTo(Real x, Format format, Round round) {
 
 // ---- The general form, lane by lane
 
+// An integer of the type as 64 bits, by its sign.
+uint64_t ExtendInteger(Type type, uint64_t bits) {
+  switch (type) {
+    case Type::kS8:
+      return static_cast<uint64_t>(int64_t{static_cast<int8_t>(bits)});
+    case Type::kS16:
+      return static_cast<uint64_t>(int64_t{static_cast<int16_t>(bits)});
+    case Type::kS32:
+      return static_cast<uint64_t>(int64_t{static_cast<int32_t>(bits)});
+    case Type::kU8:
+      return static_cast<uint8_t>(bits);
+    case Type::kU16:
+      return static_cast<uint16_t>(bits);
+    case Type::kU32:
+      return static_cast<uint32_t>(bits);
+    default:
+      return bits;
+  }
+}
+
 Real ToReal(Type type, uint64_t bits) {
   switch (type) {
     case Type::kF64:
@@ -81,22 +101,10 @@ Real ToReal(Type type, uint64_t bits) {
       return HalfToFloat(HalfType::kF16, static_cast<uint16_t>(bits));
     case Type::kBf16:
       return HalfToFloat(HalfType::kBf16, static_cast<uint16_t>(bits));
-    case Type::kS8:
-      return static_cast<int8_t>(bits);
-    case Type::kS16:
-      return static_cast<int16_t>(bits);
-    case Type::kS32:
-      return static_cast<int32_t>(bits);
-    case Type::kS64:
-      return static_cast<int64_t>(bits);
-    case Type::kU8:
-      return static_cast<uint8_t>(bits);
-    case Type::kU16:
-      return static_cast<uint16_t>(bits);
-    case Type::kU32:
-      return static_cast<uint32_t>(bits);
-    default:
-      return bits;
+    default: {
+      const uint64_t integer = ExtendInteger(type, bits);
+      return IsSigned(type) ? Real(static_cast<int64_t>(integer)) : Real(integer);
+    }
   }
 }
 
@@ -140,26 +148,6 @@ uint64_t RealToInteger(Type type, Type source, Real x) {
   return static_cast<uint64_t>(x);
 }
 
-// An integer of the type as 64 bits, by its sign.
-uint64_t ExtendInteger(Type type, uint64_t bits) {
-  switch (type) {
-    case Type::kS8:
-      return static_cast<uint64_t>(int64_t{static_cast<int8_t>(bits)});
-    case Type::kS16:
-      return static_cast<uint64_t>(int64_t{static_cast<int16_t>(bits)});
-    case Type::kS32:
-      return static_cast<uint64_t>(int64_t{static_cast<int32_t>(bits)});
-    case Type::kU8:
-      return static_cast<uint8_t>(bits);
-    case Type::kU16:
-      return static_cast<uint16_t>(bits);
-    case Type::kU32:
-      return static_cast<uint32_t>(bits);
-    default:
-      return bits;
-  }
-}
-
 uint64_t SaturateInteger(Type type, Type source, uint64_t value) {
   const int bits = BitsOf(type);
   const bool negative = IsSigned(source) && static_cast<int64_t>(value) < 0;
@@ -199,18 +187,12 @@ uint64_t ConvertLane(const Inst& inst, uint64_t bits) {
 // Registers may be wider than the types: what is above a source is ignored, and results are
 // extended.
 Outcome Convert(Context& context, const Inst& inst) {
-  const Ref& from = inst.source[0];
-  const Ref& to = inst.destination[0];
   for (uint32_t rest = context.mask; rest != 0; rest &= rest - 1) {
     const int lane = std::countr_zero(rest);
-    const uint64_t bits = from.bits == 64 ? context.Wide(from)[lane] : context.Row(from)[lane];
-    const uint64_t result = ConvertLane(inst, bits);
-    if (to.bits == 64) {
-      context.MutableWide(to)[lane] = result;
-    } else {
-      context.MutableRow(to)[lane] =
-          static_cast<uint32_t>(result) & (to.bits == 16 ? 0xffff : 0xffffffff);
-    }
+    SetLaneValue(context,
+                 inst.destination[0],
+                 lane,
+                 ConvertLane(inst, LaneValue(context, inst.source[0], lane)));
   }
   return Outcome::kNext;
 }

@@ -368,12 +368,12 @@ Outcome Commit(Context& context, const Inst& inst) {
 // Shapes of tcgen05.ld and st (9.7.16.2.3.1), which say where register r of thread t lies.
 enum Shape : uint32_t { k32x32, k16x64, k16x128, k16x256, k16x32x2 };
 
-struct Cell {
+struct RegisterPlace {
   uint32_t lane, column;  // from the address
 };
 
 // `split`: how far apart the halves of k16x32x2 are.
-Cell CellOf(uint32_t shape, uint32_t t, uint32_t r, uint32_t split) {
+RegisterPlace PlaceOfRegister(uint32_t shape, uint32_t t, uint32_t r, uint32_t split) {
   switch (shape) {
     case k16x64:
       return {t / 4 + t % 2 * 8, r * 2 + t / 2 % 2};
@@ -509,7 +509,7 @@ Outcome LoadTensor(Context& context, const Inst& inst) {
     uint32_t* row = context.MutableRow(refs[r]);
     for (uint32_t t = 0; plain && t < kLanes; ++t) row[t] = from[t * kTensorColumns + r];
     for (uint32_t t = 0; !plain && t < kLanes; ++t) {
-      const Cell cell = CellOf(inst.mode[0], t, r, split);
+      const RegisterPlace cell = PlaceOfRegister(inst.mode[0], t, r, split);
       const uint32_t* lane_of_cell = from + cell.lane * kTensorColumns;
       row[t] = inst.mode[1] ? lane_of_cell[2 * cell.column + 1] << 16 |
                                   (lane_of_cell[2 * cell.column] & 0xffff)
@@ -537,7 +537,7 @@ Outcome StoreTensor(Context& context, const Inst& inst) {
     const uint32_t* row = context.Row(refs[r]);
     for (uint32_t t = 0; plain && t < kLanes; ++t) to[t * kTensorColumns + r] = row[t];
     for (uint32_t t = 0; !plain && t < kLanes; ++t) {
-      const Cell cell = CellOf(inst.mode[0], t, r, split);
+      const RegisterPlace cell = PlaceOfRegister(inst.mode[0], t, r, split);
       uint32_t* lane_of_cell = to + cell.lane * kTensorColumns;
       if (inst.mode[1]) {
         lane_of_cell[2 * cell.column] = row[t] & 0xffff;

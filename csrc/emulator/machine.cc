@@ -20,6 +20,11 @@ constexpr int kTimeoutRounds = 4;
 
 constexpr uint64_t kInstructionsBetweenPolls = 200000;
 
+// After how many instructions without any change of memory or barriers it is looked for warps that
+// spin for good, and how many instructions a turn of such a loop may have.
+constexpr uint64_t kPatience = 1 << 20;
+constexpr int kMaxTurn = 1 << 14;
+
 // What the clusters that are resident at once may take, and one alone. More of them are resident
 // only if they are small, which differs from a GPU only for kernels that need all their CTAs to be.
 constexpr uint64_t kResidentBytes = UINT64_C(1) << 30;
@@ -200,8 +205,9 @@ uint64_t Machine::BytesOfCluster() const {
   const uint64_t shared = DynamicStart(program) + launch_.dynamic_shared_bytes + 16;
   const uint64_t shadow = options_.check_races ? shared / 4 * sizeof(Cell) : 0;
   const uint64_t groups = kLanes * (sizeof(BulkGroup) + 96);
-  const uint64_t registers =
-      uint64_t{program.register_rows} * kRowWords * 4 + program.predicates * 4;
+  const uint64_t registers = uint64_t{program.register_rows} * kRowWords * 4 +
+                             program.predicates * 4 +
+                             program.tracked.size() * sizeof(WarpgroupRegister);
   const uint64_t local = uint64_t{program.local_bytes} * kLanes;
   const uint64_t warp = sizeof(Warp) + groups + registers + local + 4 * slots * sizeof(uint32_t);
   return ranks * (sizeof(Cta) + shared + shadow + warps * warp);
@@ -248,6 +254,7 @@ std::unique_ptr<Cluster> Machine::NewCluster(uint64_t number) {
       warp->registers.assign(size_t{program.register_rows} * kRowWords, 0);
       warp->predicates.assign(program.predicates, 0);
       warp->local = Zeros<uint8_t>(size_t{program.local_bytes} * kLanes);
+      warp->warpgroup_registers.resize(program.tracked.size());
       warp->register_count = at_launch;
       Knowledge all{.mask = warp->live,
                     .slot = static_cast<Slot>(cta->first_slot + w * kWarpSlots),
@@ -381,6 +388,12 @@ bool Machine::Step() {
         "the run was ended after " + std::to_string(executed_) + " instructions of warps.");
     return true;
   }
+  if (executed_ - last_change_ > kPatience && SpinsForGood()) {
+    ReportStanding(
+        Report::Kind::kDeadlock,
+        "every warp that has not ended waits, or polls what nothing can change any more.");
+    return true;
+  }
   // Lets a signal end a run whose CTAs do not end.
   if (executed_ >= next_poll_ && options_.progress) {
     next_poll_ = executed_ + kInstructionsBetweenPolls;
@@ -443,6 +456,7 @@ bool Machine::StepCta(Cta& cta) {
 
 void Machine::RunStep(Cta& cta, Operation& operation) {
   --operation.steps;
+  last_change_ = executed_;
   if (trace_ != nullptr) {
     trace_->Execute(operation);
   } else {
@@ -486,6 +500,7 @@ bool Machine::RunWarp(Warp& warp, int budget) {
       uint32_t mask = group->mask;
       if (inst.guard) mask &= context.Predicate(inst.guard);
       if (mask == 0) {
+        ran = true;
         ++group->pc;
         regroup = group->pc >= limit;
         continue;
@@ -493,7 +508,13 @@ bool Machine::RunWarp(Warp& warp, int budget) {
       ++executed_;
       context.mask = mask;
       if (!warp.pending_rows.empty()) CheckPending(context, inst);
-      switch (trace_ != nullptr ? trace_->Execute(context, inst) : inst.execute(context, inst)) {
+      if (inst.access_count != 0) CheckWarpgroupRegisters(context, inst);
+      const Outcome outcome =
+          trace_ != nullptr ? trace_->Execute(context, inst) : inst.execute(context, inst);
+      // What blocks has had no effect, but that it may have arrived.
+      if (!inst.is_pure && (outcome != Outcome::kBlocked || group->arrived))
+        last_change_ = executed_;
+      switch (outcome) {
         case Outcome::kNext:
           ran = true;
           ++group->pc;
@@ -593,6 +614,96 @@ bool Machine::TimeOut() {
     }
   }
   return any;
+}
+
+// Whether nothing can change any more. Where only pure instructions have been executed for long,
+// every group of lanes is run for itself, which the scheduler might do too: if each waits, or comes
+// to a state of its registers in which it was before, and nothing but pure instructions was
+// executed meanwhile, then each will do the same for ever, in whatever order they run: what a pure
+// instruction does depends on the lanes that execute it and on memory, which stays as it is.
+bool Machine::SpinsForGood() {
+  if (quiet_since_ != last_change_) {
+    quiet_since_ = last_change_;
+    patience_ = kPatience;
+  }
+  if (executed_ - last_change_ <= patience_) return false;
+  patience_ *= 2;
+  for (const auto& cluster : clusters_) {
+    for (const auto& cta : cluster->ctas) {
+      if (!cta->copies.empty() || !cta->tensor_pipe.empty()) return false;
+    }
+  }
+  for (const auto& cluster : clusters_) {
+    for (const auto& cta : cluster->ctas) {
+      for (const auto& warp : cta->warps) {
+        if (warp->live != 0 && !IsStuck(*warp)) return false;
+      }
+    }
+  }
+  return true;
+}
+
+bool Machine::IsStuck(Warp& warp) {
+  const auto waits = [&](const Group& group) {
+    return group.blocked && !launch_.program->instructions[group.pc].may_time_out;
+  };
+  uint32_t waiting = 0;
+  for (const Group& group : warp.groups) waiting |= waits(group) ? group.mask : 0;
+  bool stuck = true;
+  for (uint32_t rest = warp.live & ~waiting; stuck && rest != 0;) {
+    const int lane = std::countr_zero(rest);
+    stuck = IsStuck(warp, lane);
+    for (const Group& group : warp.groups) {
+      if (group.mask >> lane & 1) rest &= ~group.mask;
+    }
+  }
+  for (Group& group : warp.groups) group.blocked = (group.mask & ~waiting) == 0;
+  warp.ready = true;
+  return stuck;
+}
+
+// Runs the group of a lane, and leaves it at what it polls.
+bool Machine::IsStuck(Warp& warp, int lane) {
+  const auto group = [&]() -> Group& {
+    size_t i = 0;
+    while (!(warp.groups[i].mask >> lane & 1)) ++i;
+    return warp.groups[i];
+  };
+  const auto is_poll = [&] {
+    return launch_.program->instructions[group().pc].describe_wait != nullptr;
+  };
+  for (Group& one : warp.groups) one.blocked = true;
+  int32_t pc = -1;
+  uint32_t mask = 0;
+  std::vector<uint32_t> registers, predicates;
+  bool recurs = false;
+  // Brent's way to find a cycle: the state to come back to is taken anew after 1, 2, 4, ... steps.
+  for (int step = 0, power = 1, since = 0; step < kMaxTurn; ++step) {
+    if (recurs && is_poll()) return true;
+    const Inst& inst = launch_.program->instructions[group().pc];
+    if (group().blocked && step > 0 && !inst.may_time_out) return true;
+    group().blocked = false;
+    group().timed_out = inst.may_time_out;
+    if (since == 0) {
+      pc = group().pc;
+      mask = group().mask;
+      registers = warp.registers;
+      predicates = warp.predicates;
+    }
+    RunWarp(warp, 1);
+    if (stopped_ || last_change_ != quiet_since_) return false;
+    // Lanes that go apart may meet again in more ways than one.
+    int running = 0;
+    for (const Group& one : warp.groups) running += !one.blocked;
+    if (running > 1) return false;
+    recurs = recurs || (group().pc == pc && group().mask == mask && warp.predicates == predicates &&
+                        warp.registers == registers);
+    if (++since == power) {
+      since = 0;
+      power *= 2;
+    }
+  }
+  return recurs;
 }
 
 // ---- Knowledge
@@ -1215,6 +1326,16 @@ void Machine::CheckFinished(Warp& warp) {
       return;
     }
   }
+  for (const WarpgroupRegister& one : warp.warpgroup_registers) {
+    if (one.time <= warp.warpgroup_completed) continue;
+    Operation operation;
+    operation.name = "wgmma.mma_async";
+    operation.instruction = one.instruction;
+    operation.warp = warp.index;
+    report("a warp ended with a wgmma.mma_async under way, for which no wgmma.wait_group waits.",
+           &operation);
+    return;
+  }
   if (cta.live_warps > 0) return;
   for (const auto& operation : cta.copies) {
     if (operation->steps == 1 && !operation->only_global) {
@@ -1241,12 +1362,13 @@ void Machine::CheckExit(Cta& cta) {
   }
 }
 
-std::string Machine::DescribeWait(Warp& warp, const Group& group) {
+std::string Machine::DescribeWait(Warp& warp, const Group& group, bool polls) {
   char lanes[32];
   std::snprintf(lanes, sizeof(lanes), "lanes %08x", group.mask);
   std::string text = lanes;
   const Inst& inst = launch_.program->instructions[group.pc];
-  if (!group.blocked) return text + " are here";
+  if (!group.blocked && !(polls && inst.is_pure && inst.describe_wait != nullptr))
+    return text + " are here";
   if (inst.describe_wait == nullptr) return text + " wait";
   Group copy = group;
   Context context{*this,
@@ -1277,7 +1399,7 @@ void Machine::ReportStanding(Report::Kind kind, const std::string& message) {
           place.cta = cta->index;
           place.warp = warp->index;
           place.lane = std::countr_zero(group.mask);
-          place.role = DescribeWait(*warp, group);
+          place.role = DescribeWait(*warp, group, kind == Report::Kind::kDeadlock);
           report.places.push_back(std::move(place));
         }
       }

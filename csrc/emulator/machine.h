@@ -110,6 +110,18 @@ struct BulkGroup {
   VectorClock clock;
 };
 
+// What wgmma has to do with a register (one of Program::tracked) of a warp.
+struct WarpgroupRegister {
+  enum class Use : uint8_t { kNone, kAccumulator, kOperand, kCopy };  // the last: by a mov
+  Use use = Use::kNone;
+  uint32_t time = 0;         // of the unit, when the last wgmma.mma_async that uses it was issued
+  int32_t instruction = -1;  // that one
+  uint32_t origin = 0;       // the accumulator that this is, or is a copy of
+  uint32_t fences = 0;       // of the warp, when it was issued
+  int64_t accessed = 0;      // fences of the warp at the last access by another instruction, or -1
+  int32_t accessed_by = -1;
+};
+
 struct Warp {
   Cta* cta = nullptr;
   int index = 0;  // in its CTA
@@ -126,6 +138,9 @@ struct Warp {
   std::vector<uint64_t> pending_rows;  // a bit a row; empty when nothing is pending
   std::array<Queue<std::shared_ptr<BulkGroup>>, kLanes> bulk_groups;  // the last one is open
   Queue<uint32_t> warpgroup_groups;  // of wgmma: times of the unit when they were committed
+  uint32_t warpgroup_completed = 1;  // time of the unit up to which a wait has waited
+  uint32_t warpgroup_fences = 0;     // executed
+  std::vector<WarpgroupRegister> warpgroup_registers;  // by number in Program::tracked
   std::array<Queue<uint32_t>, kLanes>
       copy_groups;  // of cp.async: times of the unit when they were committed
   std::vector<uint32_t> unfenced_barriers;  // that this warp has initialised, and not fenced
@@ -151,6 +166,15 @@ struct NamedBarrier {
   uint64_t generation = 0;
   VectorClock arriving;
   VectorClock completed;
+};
+
+// Where the four warps of a warpgroup meet at a wgmma.mma_async.
+struct Warpgroup {
+  uint64_t generation = 0;
+  uint32_t arrived = 0;  // a bit for each warp
+  int first = 0;         // the warp that came first, and what it is about to execute
+  int32_t instruction = -1;
+  std::array<uint64_t, 3> operands = {};  // descriptors of A and B, and whether D is added
 };
 
 // An operation of an asynchronous unit, run by the scheduler at any time after its issue.
@@ -188,7 +212,8 @@ struct Cta {
   uint32_t first_barrier = UINT32_MAX,
            last_barrier = 0;  // between these addresses all of them have been
   std::array<NamedBarrier, 16> barriers;
-  Locations locations;                                 // of its shared memory
+  Locations locations;  // of its shared memory
+  std::array<Warpgroup, 8> warpgroups;
   std::deque<std::unique_ptr<Operation>> tensor_pipe;  // executes in order
   std::vector<std::unique_ptr<Operation>> copies;      // execute in any order
   Slot first_slot = 0;
@@ -428,6 +453,7 @@ class Machine {
               const std::string& message,
               bool fatal = true,
               Report::Kind kind = Report::Kind::kMisuse);
+  Report::Place PlaceOf(int32_t instruction) const;
   // A fatal fault that shows while an asynchronous operation runs.
   void OperationFault(const Operation& operation, const std::string& message);
   bool stopped() const { return stopped_; }
@@ -479,8 +505,11 @@ class Machine {
   std::unordered_set<uint64_t> races_;  // pairs of instructions reported already
   size_t capacity_ = 1;                 // clusters that are resident at once
   uint64_t next_poll_ = 0;
-  uint64_t wakes_ = 0;  // how often anything happened that could end a wait
-  uint64_t done_ = 0;   // CTAs
+  uint64_t wakes_ = 0;        // how often anything happened that could end a wait
+  uint64_t done_ = 0;         // CTAs
+  uint64_t last_change_ = 0;  // executed_ when something last happened that is not pure
+  uint64_t quiet_since_ = 0;  // last_change_ when it was last looked for warps that spin for good
+  uint64_t patience_ = 0;     // how many instructions after that to look again
 
   void PlaceVariables();
   uint64_t BytesOfCluster() const;
@@ -498,15 +527,17 @@ class Machine {
   void CheckFinished(Warp& warp);
   void CheckExit(Cta& cta);
   bool TimeOut();
+  bool SpinsForGood();
+  bool IsStuck(Warp& warp);
+  bool IsStuck(Warp& warp, int lane);
   void Split(Warp& warp, uint32_t mask);
   void CheckPending(Context& context, const Inst& inst);
   void CompletePhase(Cta& cta, MBarrier& barrier);
-  Report::Place PlaceOf(int32_t instruction) const;
   uint32_t SlotsOfCta() const;
   int WarpOfSlot(Slot slot) const;
   std::array<uint32_t, 3> IndexOf(uint32_t cluster, uint32_t rank) const;
   GlobalMemory* FindChecked(uint64_t address, const Buffer** buffer);
-  std::string DescribeWait(Warp& warp, const Group& group);
+  std::string DescribeWait(Warp& warp, const Group& group, bool polls);
   bool IsNewRace(int32_t instruction, int32_t earlier);
   // `places` are those of the access and of the earlier one.
   void ReportRace(Fault fault, const std::string& where, std::array<Report::Place, 2> places);
@@ -517,6 +548,10 @@ class Machine {
                          const std::string& where);
   void ReportStanding(Report::Kind kind, const std::string& message);
 };
+
+// Checks an instruction, other than wgmma.mma_async, that accesses registers which wgmma uses
+// (isa_mma.cc).
+void CheckWarpgroupRegisters(Context& context, const Inst& inst);
 
 }  // namespace jax_fa4::emulator
 

@@ -276,6 +276,7 @@ class ProgramBuilder final : public Decoder {
       throw ptx::Error(kernel_->line, "the kernel has no instruction.");
     PlaceVariables();
     DecodeAll();
+    TrackWarpgroupRegisters();
     FindBlocks();
     FindLiveness();
     Allocate();
@@ -397,13 +398,33 @@ class ProgramBuilder final : public Decoder {
       inst.guard.negated = statement.guard_negated;
     }
     const Parts parts(statement.opcode);
-    if (!DecodeScalar(*this, parts) && !DecodeControl(*this, parts) &&
-        !DecodeMemory(*this, parts) && !DecodeCopy(*this, parts) && !DecodeTensor(*this, parts) &&
-        !DecodeMatrix(*this, parts)) {
+    is_scalar_ = DecodeScalar(*this, parts);
+    if (!is_scalar_ && !DecodeControl(*this, parts) && !DecodeMemory(*this, parts) &&
+        !DecodeCopy(*this, parts) && !DecodeTensor(*this, parts) && !DecodeMatrix(*this, parts)) {
       throw ptx::Error(statement.line,
                        "instruction \"" + std::string(statement.opcode) + "\" is not supported.");
     }
     if (program_->branch_tables.size() > tables) tables_of_.emplace(index, tables);
+    inst.is_pure = IsPure(statement);
+  }
+
+  bool IsPure(const ptx::Statement& statement) {
+    for (const ptx::Operand& operand : statement.operands) {
+      if (operand.kind == ptx::Operand::Kind::kRegister && operand.reg < 0 &&
+          IsTime(SpecialName(operand)))
+        return false;
+    }
+    if (is_scalar_ || statement.opcode == "bra") return true;
+    for (const std::string_view start : {"bra.",
+                                         "ld.",
+                                         "mbarrier.test_wait",
+                                         "mbarrier.try_wait",
+                                         "nanosleep",
+                                         "fence.",
+                                         "membar."}) {
+      if (statement.opcode.starts_with(start)) return true;
+    }
+    return false;
   }
 
   void DecodeAll() {
@@ -420,6 +441,68 @@ class ProgramBuilder final : public Decoder {
     }();
     DecodeStatement(kReturn, count);
     first_touch_.push_back(static_cast<uint32_t>(touches_.size()));
+  }
+
+  bool IsOpcode(size_t instruction, std::string_view start) const {
+    return program_->kernel->statements[program_->instructions[instruction].statement]
+        .opcode.starts_with(start);
+  }
+
+  // Numbers the registers of Program::tracked, and lists every instruction's accesses of them.
+  void TrackWarpgroupRegisters() {
+    constexpr uint32_t kUntracked = UINT32_MAX;
+    constexpr std::string_view kWarpgroup = "wgmma.mma_async.";
+    const size_t count = program_->instructions.size();
+    std::vector<uint32_t>& tracked = program_->tracked;
+    std::vector<uint32_t> numbers(kernel_->registers.size(), kUntracked);
+    const auto is_tracked = [&](uint32_t touch) {
+      return touch >> 1 < numbers.size() && numbers[touch >> 1] != kUntracked;
+    };
+    const auto track = [&](uint32_t touch) {
+      const uint32_t reg = touch >> 1;
+      if (reg >= numbers.size() || BitsOf(reg) == 1 || is_tracked(touch)) return;
+      numbers[reg] = static_cast<uint32_t>(tracked.size());
+      tracked.push_back(reg);
+    };
+    std::vector<size_t> moves;
+    for (size_t i = 0; i < count; ++i) {
+      if (IsOpcode(i, "mov.")) moves.push_back(i);
+      if (!IsOpcode(i, kWarpgroup)) continue;
+      for (uint32_t t = first_touch_[i]; t < first_touch_[i + 1]; ++t) {
+        if (BitsOf(touches_[t] >> 1) == 32) track(touches_[t]);
+      }
+    }
+    if (tracked.empty()) return;
+    for (size_t before = 0; before != tracked.size();) {
+      before = tracked.size();
+      for (const size_t i : moves) {
+        const auto first = touches_.begin() + first_touch_[i];
+        const auto last = touches_.begin() + first_touch_[i + 1];
+        if (std::any_of(first, last, is_tracked)) std::for_each(first, last, track);
+      }
+    }
+    for (size_t i = 0; i < count; ++i) {
+      Inst& inst = program_->instructions[i];
+      const bool is_warpgroup = IsOpcode(i, kWarpgroup);
+      inst.first_access = static_cast<uint32_t>(program_->accesses.size());
+      for (const bool write : {is_warpgroup, !is_warpgroup}) {
+        const auto end = static_cast<uint32_t>(program_->accesses.size());
+        for (uint32_t t = first_touch_[i]; t < first_touch_[i + 1]; ++t) {
+          const uint32_t reg = touches_[t] >> 1;
+          if (((touches_[t] & 1) != 0) != write || !is_tracked(touches_[t]) ||
+              (is_warpgroup && BitsOf(reg) != 32)) {
+            continue;
+          }
+          // The accumulators of a wgmma.mma_async are read as well, which says nothing new.
+          bool known = false;
+          for (uint32_t a = inst.first_access; is_warpgroup && !write && a < end; ++a) {
+            known = known || program_->accesses[a].number == numbers[reg];
+          }
+          if (!known) program_->accesses.push_back({numbers[reg], write});
+        }
+      }
+      inst.access_count = static_cast<uint32_t>(program_->accesses.size()) - inst.first_access;
+    }
   }
 
   bool FallsThrough(int32_t at) const {
@@ -650,6 +733,7 @@ class ProgramBuilder final : public Decoder {
   }
 
   const std::shared_ptr<Program> program_;
+  bool is_scalar_ = false;  // the instruction decoded last
   std::array<std::unordered_map<uint64_t, uint32_t>, kLayouts> constant_rows_;
   std::vector<uint32_t> touches_;                 // register << 1 | is a write, by instruction
   std::vector<uint32_t> first_touch_;             // of each instruction, in touches_

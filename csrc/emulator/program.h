@@ -60,8 +60,19 @@ struct Inst {
   uint32_t mode[4] = {0, 0, 0, 0};  // variants that one function executes
   int32_t target = -1;              // of a branch: index of an instruction
   bool may_time_out = false;        // it waits, and may give up without success
-  std::string (*describe_wait)(Context&, const Inst&) = nullptr;  // what it waits for, for reports
+  // All that it changes are registers of the lanes that execute it, and these by what it finds in
+  // their registers and in memory alone.
+  bool is_pure = false;
+  std::string (*describe_wait)(Context&, const Inst&) = nullptr;  // or polls, for reports
   int32_t statement = 0;  // index in ptx::Kernel::statements; instructions and statements match 1:1
+  // What it does with registers that wgmma uses: [first, first + count) of Program::accesses.
+  uint32_t first_access = 0, access_count = 0;
+};
+
+// An access of a register by an instruction.
+struct RegisterAccess {
+  uint32_t number = 0;  // of the register, in Program::tracked
+  bool write = false;
 };
 
 struct Program {
@@ -80,6 +91,11 @@ struct Program {
   uint32_t static_shared_bytes = 0;
   uint32_t dynamic_shared_alignment = 16;
   uint32_t local_bytes = 0;  // per thread
+  // The registers that are accumulators or operand A of a wgmma.mma_async, and those that a mov
+  // copies from or to such, as indices of ptx::Kernel::registers. Of a wgmma.mma_async `accesses`
+  // has writes of accumulators and reads of A; of others, reads come before writes.
+  std::vector<uint32_t> tracked;
+  std::vector<RegisterAccess> accesses;
 };
 
 // Decodes a kernel. Throws ptx::Error with the line for whatever is not supported.
