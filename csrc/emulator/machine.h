@@ -106,6 +106,7 @@ struct BulkGroup {
   uint32_t pending = 0;        // copies not complete
   VectorClock read_clock;      // what a waiter for the reads learns
   VectorClock clock;
+  int32_t unwaited = -1;  // instruction of one of its copies, until a wait for the group
 };
 
 struct Warp {
