@@ -562,7 +562,7 @@ PLANTED = [
     Planted(
         "copy at the end",
         "misuse",
-        "ended before a bulk copy of its own has read shared memory|with a copy to its shared memory under way",
+        "ended and has not waited until a bulk copy of its own has read shared memory",
         ("cp.async.bulk",),
         """
       alignas(16) __shared__ u32 x[32];
@@ -621,6 +621,38 @@ PLANTED = [
         ("ld.global.u64",),
         """
       u64 y; asm volatile("ld.global.u64 %0, [%1];" : "=l"(y) : "l"(in + 2 * t FAULT(+ 1))); out[t] = u32(y);""",
+    ),
+    Planted(
+        "mbarrier twice",
+        "misuse",
+        "where there is an mbarrier that no mbarrier.inval has ended",
+        ("mbarrier.init",),
+        """
+      __shared__ u64 b;
+      if (t == 0 FAULT(|| t == 1)) Init(&b, 1);
+      __syncthreads();
+      if (t == 0) {
+        FIX(asm volatile("mbarrier.inval.shared::cta.b64 [%0];" :: "r"(Shared(&b)) : "memory");)
+        Init(&b, 1); out[0] = 1;
+      }""",
+        forgiven=True,
+    ),
+    Planted(
+        "layout of A in tensor memory",
+        "misuse",
+        "A in tensor memory is K-major",
+        ("tcgen05.mma",),
+        MMA
+        + """
+      FAULT(idesc |= 1 << 15;)
+      if (t == 0) {
+        asm volatile("{ .reg .pred p; setp.ne.u32 p, 0, 0;\\n"
+                     "tcgen05.mma.cta_group::1.kind::f16 [%0], [%3], %1, %2, p; }"
+                     :: "r"(d), "l"(descriptor), "r"(idesc), "r"(d + 32) : "memory");
+        commit();
+      }
+      Wait(&done, 0); After(); Free(d, 64, 1);""",
+        threads=128,
     ),
     Planted(
         "end of tensor operands",

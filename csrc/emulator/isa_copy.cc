@@ -243,6 +243,7 @@ void EnqueueStore(Context& context,
     groups.push_back(context.warp.bulk_groups[lane].back());
     ++groups.back()->pending_reads;
     ++groups.back()->pending;
+    groups.back()->unwaited = operation->instruction;
   }
   operation->run = [&machine = context.machine,
                     groups = std::move(groups),
@@ -534,6 +535,7 @@ Outcome CommitBulkGroup(Context& context, const Inst&) {
     if (groups.size() >= kMaxGroups && groups[0]->pending == 0) {
       groups[1]->read_clock.Join(groups[0]->read_clock);
       groups[1]->clock.Join(groups[0]->clock);
+      groups[1]->unwaited = std::max(groups[1]->unwaited, groups[0]->unwaited);
       groups.pop_front();
     }
     groups.push_back(std::make_shared<BulkGroup>());
@@ -557,7 +559,7 @@ Outcome WaitBulkGroup(Context& context, const Inst& inst) {
       auto& groups = context.warp.bulk_groups[lane];
       const auto committed = static_cast<int64_t>(groups.size()) - 1;
       for (int64_t i = 0; i < committed - inst.immediate[0]; ++i) {
-        const BulkGroup& group = *groups[static_cast<size_t>(i)];
+        BulkGroup& group = *groups[static_cast<size_t>(i)];
         if (pass == 0 && (only_read ? group.pending_reads : group.pending) != 0) {
           return context.machine.BlockedOn(
               "bulk group",
@@ -569,6 +571,7 @@ Outcome WaitBulkGroup(Context& context, const Inst& inst) {
         if (pass == 1) {
           context.machine.Learn(context.warp, 1u << lane, group.read_clock);
           if (!only_read) context.machine.Learn(context.warp, 1u << lane, group.clock);
+          group.unwaited = -1;
         }
       }
       if (pass == 1) {

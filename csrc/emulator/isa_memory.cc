@@ -694,6 +694,13 @@ Outcome BarrierInit(Context& context, const Inst& inst) {
           "an mbarrier expects 1 to 2^20 - 1 arrivals, not " + std::to_string(count[lane]) + ".");
       return Outcome::kMoved;
     }
+    if (context.machine.options().strict && context.cta.mbarriers.contains(place->offset)) {
+      context.machine.Misuse(context,
+                             lane,
+                             "mbarrier.init at shared address " + Hex(address) +
+                                 ", where there is an mbarrier that no mbarrier.inval has ended.",
+                             false);
+    }
     context.machine.AccessShared(context, lane, *place, 8, true);
     MBarrier barrier;
     barrier.expected = count[lane];

@@ -266,6 +266,10 @@ Outcome Mma(Context& context, const Inst& inst) {
     if (fault.empty() && product.descriptor.m == 64 && product.a_in_tensor) {
       fault = "M = 64 with A in tensor memory is not supported.";
     }
+    if (fault.empty() && product.descriptor.a_major == Major::kMn && product.a_in_tensor) {
+      fault =
+          "A in tensor memory is K-major, so that bit 15 of the instruction descriptor must be 0.";
+    }
     if (fault.empty() && !product.descriptor.d_is_f32)
       fault = "f16 accumulators are not supported.";
     const uint64_t a =

@@ -1307,22 +1307,25 @@ void Machine::ReportClusterRace(const Cta& cta,
 // In strict mode nothing that uses the CTA's memory may be under way when its threads end.
 void Machine::CheckFinished(Warp& warp) {
   Cta& cta = *warp.cta;
-  const auto report = [&](const std::string& message, const Operation* operation) {
+  const auto report = [&](const std::string& message, int32_t instruction, int issuer) {
     Report one{.kind = Report::Kind::kMisuse,
                .message = message,
-               .places = {Report::Place()},
+               .places = {PlaceOf(instruction)},
                .fatal = false};
-    if (operation != nullptr) one.places[0] = PlaceOf(operation->instruction);
     one.places[0].cta = cta.index;
-    one.places[0].warp = operation != nullptr ? operation->warp : warp.index;
-    if (operation != nullptr)
-      one.places[0].role = std::string(operation->name) + " was issued here";
+    one.places[0].warp = issuer;
+    one.places[0].role = "was issued here";
     AddReport(std::move(one));
   };
-  for (const auto& operation : cta.copies) {
-    // Of a store, only the reading of shared memory has to have ended.
-    if (operation->warp == warp.index && operation->steps == 2) {
-      report("a warp ended before a bulk copy of its own has read shared memory.", operation.get());
+  // Of a store, only the reading of shared memory has to have ended. That it may happen to have is
+  // not enough: its thread has to have waited.
+  for (const auto& groups : warp.bulk_groups) {
+    for (size_t i = 0; i < groups.size(); ++i) {
+      if (groups[i]->unwaited < 0) continue;
+      report(
+          "a thread ended and has not waited until a bulk copy of its own has read shared memory.",
+          groups[i]->unwaited,
+          warp.index);
       return;
     }
   }
@@ -1339,12 +1342,17 @@ void Machine::CheckFinished(Warp& warp) {
   if (cta.live_warps > 0) return;
   for (const auto& operation : cta.copies) {
     if (operation->steps == 1 && !operation->only_global) {
-      report("the CTA ended with a copy to its shared memory under way.", operation.get());
+      report("the CTA ended with a copy to its shared memory under way.",
+             operation->instruction,
+             operation->warp);
       return;
     }
   }
   if (!cta.tensor_pipe.empty()) {
-    report("the CTA ended with tensor-core operations under way.", cta.tensor_pipe.front().get());
+    const Operation& operation = *cta.tensor_pipe.front();
+    report("the CTA ended with tensor-core operations under way.",
+           operation.instruction,
+           operation.warp);
   }
 }
 

@@ -108,6 +108,7 @@ struct BulkGroup {
   uint32_t pending = 0;        // copies not complete
   VectorClock read_clock;      // what a waiter for the reads learns
   VectorClock clock;
+  int32_t unwaited = -1;  // instruction of one of its copies, until a wait for the group
 };
 
 // What wgmma has to do with a register (one of Program::tracked) of a warp.
