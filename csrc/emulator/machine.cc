@@ -1331,12 +1331,9 @@ void Machine::CheckFinished(Warp& warp) {
   }
   for (const WarpgroupRegister& one : warp.warpgroup_registers) {
     if (one.time <= warp.warpgroup_completed) continue;
-    Operation operation;
-    operation.name = "wgmma.mma_async";
-    operation.instruction = one.instruction;
-    operation.warp = warp.index;
     report("a warp ended with a wgmma.mma_async under way, for which no wgmma.wait_group waits.",
-           &operation);
+           one.instruction,
+           warp.index);
     return;
   }
   if (cta.live_warps > 0) return;
