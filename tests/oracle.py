@@ -252,9 +252,9 @@ def _values_and_spreads(call: _Call) -> tuple[Results, Results]:
     slope, slope2 = np.ones_like(logits), np.zeros_like(logits)
     if call.softcap is not None:
         ratio = np.tanh(logits / call.softcap)
-        slope = 1 - ratio**2
-        slope2 = r2 + (2 * ratio * slope / call.softcap) ** 2 * logits2
-        logits, logits2 = call.softcap * ratio, slope**2 * logits2 + r2 * (call.softcap * ratio) ** 2
+        slope, ratio2 = 1 - ratio**2, r2 * _tanh_roundoffs(compute) ** 2 * ratio**2
+        slope2 = r2 + (2 * ratio) ** 2 * (ratio2 + (slope / call.softcap) ** 2 * logits2)
+        logits, logits2 = call.softcap * ratio, slope**2 * logits2 + call.softcap**2 * (ratio2 + r2 * ratio**2)
     if call.bias is not None:
         logits = logits + np.broadcast_to(wide(call.bias), call.visible.shape).reshape(seen.shape)
         logits2 = logits2 + r2 * logits**2
@@ -390,6 +390,18 @@ def _is_differentiable(x: Any) -> bool:
 def _unit(dtype: np.dtype) -> float:
     """The unit roundoff: the largest relative error of rounding to nearest."""
     return float(jnp.finfo(dtype).eps) / 2
+
+
+@functools.cache
+def _tanh_roundoffs(dtype: np.dtype) -> float:
+    """The largest relative error of JAX's own tanh, in unit roundoffs.
+
+    It is some roundoffs where tanh is almost 1, and its derivative, 1 - tanh**2, is all but lost in them. It jumps from
+    one argument to the next, so that the error of one computation says little about that of another.
+    """
+    x = np.concatenate([np.logspace(-4, 1.3, 200_000), np.linspace(0.5, 12, 200_000)]).astype(dtype)
+    exact = np.tanh(x.astype(np.longdouble))
+    return float((np.abs(np.asarray(jnp.tanh(x)) - exact) / exact).max()) / _unit(dtype)
 
 
 def _least(dtype: np.dtype) -> float:
