@@ -17,6 +17,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if any(device.platform == "gpu" for device in jax.devices()):
+        # Products of float32 are float32's: the tolerances know nothing of TF32, GPUs' default for them.
+        jax.config.update("jax_default_matmul_precision", "highest")
         return
     for item in items:
         if item.get_closest_marker("gpu"):
