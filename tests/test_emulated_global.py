@@ -700,7 +700,7 @@ def test_report_names_both_places() -> None:
     run, _ = case.run(case.kernel("unordered"), 0, "strict")
     report = run.reports[0]
     assert report.kind == "race"
-    assert re.search(r'global memory, "array 1" bytes \[\d+, \d+\)', report.message)
+    assert re.search(r'global memory, "k_param_1" bytes \[\d+, \d+\)', report.message)
     assert {place.cta[0] for place in report.places} == {0, 1}
     assert all(place.warp in (0, 1) and 0 <= place.lane < 32 and place.ptx_line > 0 for place in report.places)
     assert all(place.opcode.startswith("st.global") and "kernel.cu" in place.source for place in report.places)
