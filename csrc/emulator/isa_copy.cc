@@ -102,6 +102,7 @@ void Enqueue(Context& context, std::unique_ptr<Operation> operation) {
 // Where one copy writes, and the mbarriers that it signals: in each CTA that it is for.
 struct Targets {
   std::vector<Machine::SharedPlace> places, barriers;
+  Cta* source = nullptr;  // whose shared memory it reads, if any
 };
 
 // source[0] (and immediate[0]) destination, source[3] (and mode[3]) mbarrier, source[4] CTA mask.
@@ -115,7 +116,7 @@ std::optional<Targets> FindTargets(
   const uint32_t barrier = SharedAddress(context, inst.source[3], inst.mode[3], lane, cluster);
   const auto signal = FindPlace(context, lane, barrier, 8, 8);
   if (!signal) return std::nullopt;
-  if (!(inst.mode[0] & kMulticast)) return Targets{{*place}, {*signal}};
+  if (!(inst.mode[0] & kMulticast)) return Targets{{*place}, {*signal}, nullptr};
   Targets targets;
   const auto ctas = static_cast<uint32_t>(LaneValue(context, inst.source[4], lane));
   for (const auto& one : context.cta.cluster->ctas) {
@@ -144,6 +145,7 @@ void Complete(Machine& machine,
                              "the copy engine signals an mbarrier whose initialisation no "
                              "fence.mbarrier_init has made visible to it.");
     }
+    machine.UseBarrier(operation, place);
     machine.Transact(*place.cta, it->second, -bytes, &operation.clock);
   }
 }
@@ -159,6 +161,10 @@ void EnqueueLoad(Context& context,
                  std::span<const int32_t> coordinates,
                  Write write) {
   auto operation = NewCopy(context, lane, name);
+  for (const Machine::SharedPlace& place : targets.places) {
+    context.machine.Watch(*place.cta, *operation);
+  }
+  if (targets.source != nullptr) context.machine.Watch(*targets.source, *operation);
   if (!targets.places.empty()) {
     context.machine.Describe(*operation,
                              {{"bytes", size},
@@ -194,6 +200,7 @@ Outcome BulkToShared(Context& context, const Inst& inst) {
       source = FindPlace(
           context, lane, SharedAddress(context, inst.source[1], inst.immediate[1], lane), size, 16);
       if (!source) return Outcome::kMoved;
+      targets->source = source->cta;
     } else if (!CheckGlobal(context, lane, from, size, false)) {
       return Outcome::kMoved;
     }
@@ -704,6 +711,7 @@ Outcome ArriveAfterCopies(Context& context, const Inst& inst) {
     }
     VectorClock clock(context.cta.cluster->times.size());
     clock.SetSeen(slot, machine.Time(context.cta, slot));
+    machine.UseBarrier(context, lane, *machine.FindShared(context.cta, address, 8));
     if (!inst.mode[1]) ++barrier->pending;
     machine.Arrive(context.cta, *barrier, 1, clock);
   }
