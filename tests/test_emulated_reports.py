@@ -638,6 +638,274 @@ PLANTED = [
         forgiven=True,
     ),
     Planted(
+        "arrival before the initialisation",
+        "race|misuse",  # the latter where the initialisation comes later
+        "nothing orders two accesses of the mbarrier|no initialised mbarrier",
+        ("mbarrier.arrive",),
+        """
+      __shared__ u64 b;
+      if (t == 0) { Init(&b, 1); InitFence(); }
+      FIX(__syncthreads();)
+      if (t == 32) Arrive(&b);""",
+    ),
+    Planted(
+        "wait before the initialisation",
+        "race|misuse",
+        "nothing orders two accesses of the mbarrier|no initialised mbarrier",
+        ("mbarrier.try_wait",),
+        """
+      __shared__ u64 b;
+      if (t == 0) { Init(&b, 1); InitFence(); }
+      FIX(__syncthreads();)
+      if (t == 32) Wait(&b, 1);""",
+    ),
+    Planted(
+        "bytes before the initialisation",
+        "race|misuse",
+        "nothing orders two accesses of the mbarrier|no initialised mbarrier",
+        ("mbarrier.expect_tx",),
+        """
+      __shared__ u64 b;
+      if (t == 0) { Init(&b, 1); InitFence(); }
+      FIX(__syncthreads();)
+      if (t == 32) {
+        asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], 16;" :: "r"(Shared(&b)) : "memory");
+        asm volatile("mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [%0], 16;" :: "r"(Shared(&b)) : "memory");
+      }""",
+    ),
+    Planted(
+        "copy before the initialisation",
+        "race|misuse",
+        "nothing orders two accesses of the mbarrier|no initialised mbarrier",
+        ("cp.async.bulk",),
+        """
+      alignas(16) __shared__ u32 x[32]; __shared__ u64 b;
+      if (t == 0) { Init(&b, 1); InitFence(); Expect(&b, 128); }
+      FIX(__syncthreads();)
+      if (t == 32) Load(x, in, 128, &b);
+      FAULT(__syncthreads();)
+      Wait(&b, 0);""",
+    ),
+    Planted(
+        "commit before the initialisation",
+        "race|misuse",
+        "nothing orders two accesses of the mbarrier|where no mbarrier is initialised",
+        ("tcgen05.commit",),
+        MMA
+        + """
+      __shared__ u64 other;
+      if (t == 32) { Init(&other, 1); InitFence(); }
+      FIX(__syncthreads();)
+      if (t == 0) {
+        mma();
+        asm volatile("tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%0];"
+            :: "r"(Shared(&other)) : "memory");
+      }
+      FAULT(__syncthreads();)
+      Wait(&other, 0); Free(d, 64, 1);""",
+        threads=128,
+    ),
+    Planted(
+        "initialisation in another CTA",
+        "race|misuse",
+        "nothing orders two accesses of the mbarrier|no initialised mbarrier",
+        ("mbarrier.arrive",),
+        """
+      __shared__ u64 b;
+      if (t == 0) { Init(&b, 1); InitFence(); }
+      FIX(asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+          asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");)
+      if (t == 32) asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];"
+                                :: "r"(Map(Shared(&b), Special_rank() ^ 1)) : "memory");
+      __syncthreads();
+      Wait(&b, 0);
+      ClusterSync();""",
+        cluster=2,
+    ),
+    Planted(
+        "fence of an initialisation in another CTA",
+        "race",
+        "nothing orders two accesses of the mbarrier",
+        ("mbarrier.arrive",),
+        """
+      __shared__ u64 b;
+      if (t == 0) { Init(&b, 1); FIX(InitFence();) }
+      asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+      asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+      if (t == 32) asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];"
+                                :: "r"(Map(Shared(&b), Special_rank() ^ 1)) : "memory");
+      __syncthreads();
+      Wait(&b, 0);
+      ClusterSync();""",
+        cluster=2,
+    ),
+    Planted(
+        "use of an mbarrier that has ended",
+        "race|misuse",
+        "nothing orders two accesses of|no initialised mbarrier",
+        (),
+        """
+      __shared__ u64 b;
+      if (t == 0) { Init(&b, 1); InitFence(); }
+      __syncthreads();
+      if (t == 32) Arrive(&b);
+      FIX(__syncthreads();)
+      if (t == 0) asm volatile("mbarrier.inval.shared::cta.b64 [%0];" :: "r"(Shared(&b)) : "memory");""",
+    ),
+    Planted(
+        "tensor memory given back while warps read it",
+        "race|misuse",  # the latter where they read it later
+        "nothing orders two accesses of tensor memory|not all allocated",
+        (),
+        MMA
+        + """
+      u32 x[8] = {}; Store8(mine, x);
+      if (w == 1) Load8(mine, x);
+      FIX(__syncthreads();)
+      if (w == 0) asm volatile("tcgen05.dealloc.cta_group::1.sync.aligned.b32 %0, %1;" :: "r"(d), "r"(64));""",
+        threads=128,
+    ),
+    Planted(
+        "tensor memory given back while a warp writes it",
+        "race|misuse",
+        "nothing orders two accesses of tensor memory|not all allocated",
+        (),
+        MMA
+        + """
+      u32 x[8] = {};
+      if (w == 1) Store8(mine, x);
+      FIX(__syncthreads();)
+      if (w == 0) asm volatile("tcgen05.dealloc.cta_group::1.sync.aligned.b32 %0, %1;" :: "r"(d), "r"(64));""",
+        threads=128,
+    ),
+    Planted(
+        "tensor memory given back while the tensor core writes it",
+        "race|misuse",
+        "nothing orders two accesses of tensor memory|not all allocated",
+        (),
+        MMA
+        + """
+      if (t == 0) { mma(); commit(); }
+      if (w == 1) Wait(&done, 0);
+      FIX(__syncthreads();)
+      if (w == 0) asm volatile("tcgen05.dealloc.cta_group::1.sync.aligned.b32 %0, %1;" :: "r"(d), "r"(64));""",
+        threads=128,
+    ),
+    Planted(
+        "tensor memory before its allocation",
+        "race|misuse",
+        "nothing orders two accesses of tensor memory, columns|not all allocated",
+        ("tcgen05.st",),
+        """
+      __shared__ u32 slot;
+      if (w == 0) asm volatile("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%0], 64;"
+          :: "r"(Shared(&slot)) : "memory");
+      FIX(__syncthreads();)
+      u32 x[8] = {};
+      if (w == 1) Store8(32 << 16, x);  // the first allocation is at column 0
+      __syncthreads();
+      if (w == 0) asm volatile("tcgen05.dealloc.cta_group::1.sync.aligned.b32 %0, 64;" :: "r"(slot));""",
+    ),
+    Planted(
+        "product before the allocation",
+        "race|misuse",
+        "nothing orders two accesses of tensor memory, columns|not all allocated",
+        ("tcgen05.mma",),
+        MMA.replace("u32 d = Allocate(&slot, 64, 1), mine = d + (w * 32 << 16);", "u32 d = 0;")
+        + """
+      if (w == 1) asm volatile("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%0], 64;"
+          :: "r"(Shared(&slot)) : "memory");
+      FIX(__syncthreads();)
+      if (t == 0) { mma(); commit(); }
+      FAULT(__syncthreads();)
+      Wait(&done, 0);
+      __syncthreads();
+      if (w == 1) asm volatile("tcgen05.dealloc.cta_group::1.sync.aligned.b32 %0, 64;" :: "r"(slot));""",
+    ),
+    Planted(
+        "copy that nobody waits for",
+        "misuse",
+        "none of its threads has waited until an asynchronous operation that uses its memory is complete",
+        ("cp.async.bulk",),
+        """
+      alignas(16) __shared__ u32 x[32]; __shared__ u64 b;
+      if (t == 0) { Init(&b, 1); InitFence(); Expect(&b, 128); Load(x, in, 128, &b); FIX(Wait(&b, 0);) }""",
+        forgiven=True,
+    ),
+    Planted(
+        "copy that only its source waits for",
+        "misuse",
+        "none of its threads has waited until an asynchronous operation that uses its memory is complete",
+        ("cp.async.bulk",),
+        """
+      alignas(16) __shared__ u32 x[4], y[4]; __shared__ u64 b;
+      if (t == 0) { Init(&b, 1); InitFence(); Expect(&b, 16); }
+      if (t < 4) x[t] = t;
+      ProxyFence();
+      ClusterSync();
+      u32 other = Special_rank() ^ 1;
+      if (t == 0) asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
+          "[%0], [%1], 16, [%2];"
+          :: "r"(Map(Shared(y), other)), "r"(Shared(x)), "r"(Map(Shared(&b), other)) : "memory");
+      FIX(Wait(&b, 0);) FAULT(if (other) Wait(&b, 0);)
+      ClusterSync();""",
+        cluster=2,
+        forgiven=True,
+    ),
+    Planted(
+        "commit that nobody waits for",
+        "misuse",
+        "none of its threads has waited until an asynchronous operation that uses its memory is complete",
+        ("tcgen05.commit",),
+        MMA
+        + """
+      if (t == 0) { mma(); commit(); }
+      Wait(&done, 0);
+      After(); Free(d, 64, 1);
+      FAULT(if (t == 0) commit();)""",
+        threads=128,
+        forgiven=True,
+    ),
+    Planted(
+        "product that nobody waits for",
+        "misuse|race",
+        "none of its threads has waited|tensor memory",
+        (),
+        MMA
+        + """
+      if (t == 0) { mma(); FIX(commit();) }
+      FIX(Wait(&done, 0); After();)
+      Free(d, 64, 1);""",
+        threads=128,
+    ),
+    Planted(
+        "arrivals of a phase at the end",
+        "misuse",
+        r"within a phase of the mbarrier at 0x[0-9a-f]+: 1 phases are complete; "
+        r"this one still needs 32 of 64 arrivals and 0 bytes",
+        ("mbarrier.init",),
+        """
+      __shared__ u64 b;
+      if (t == 0) { Init(&b, 64); InitFence(); }
+      __syncthreads();
+      Arrive(&b); Wait(&b, 0); if (w == 1 FIX(|| true)) Arrive(&b);""",
+        forgiven=True,
+    ),
+    Planted(
+        "bytes of a phase at the end",
+        "misuse",
+        r"within a phase of the mbarrier at 0x[0-9a-f]+: 0 phases are complete; "
+        r"this one still needs 0 of 1 arrivals and 16 bytes",
+        ("mbarrier.init",),
+        """
+      __shared__ u64 b;
+      if (t == 0) {
+        Init(&b, 1); InitFence(); Expect(&b, 16);
+        FIX(asm volatile("mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [%0], 16;" :: "r"(Shared(&b)) : "memory");)
+      }""",
+        forgiven=True,
+    ),
+    Planted(
         "layout of A in tensor memory",
         "misuse",
         "A in tensor memory is K-major",

@@ -455,6 +455,10 @@ Outcome ClusterArrive(Context& context, const Inst& inst) {
   if (inst.mode[1]) {
     barrier.arriving.Join(context.machine.KnowledgeOf(context.warp, context.mask));
     context.machine.Advance(context.warp, context.mask);
+  } else {
+    // What fence.mbarrier_init has released: clocks know no part of what a thread has done, so that
+    // this hands on what came before the initialisations as well.
+    barrier.arriving.Join(context.warp.initialised);
   }
   barrier.arrived += static_cast<uint32_t>(std::popcount(context.mask));
   for (int lane = 0; lane < kLanes; ++lane) {

@@ -102,6 +102,7 @@ void Enqueue(Context& context, std::unique_ptr<Operation> operation) {
 // Where one copy writes, and the mbarriers that it signals: in each CTA that it is for.
 struct Targets {
   std::vector<Machine::SharedPlace> places, barriers;
+  Cta* source = nullptr;  // whose shared memory it reads, if any
 };
 
 // source[0] (and immediate[0]) destination, source[3] (and mode[3]) mbarrier, source[4] CTA mask.
@@ -115,7 +116,7 @@ std::optional<Targets> FindTargets(
   const uint32_t barrier = SharedAddress(context, inst.source[3], inst.mode[3], lane, cluster);
   const auto signal = FindPlace(context, lane, barrier, 8, 8);
   if (!signal) return std::nullopt;
-  if (!(inst.mode[0] & kMulticast)) return Targets{{*place}, {*signal}};
+  if (!(inst.mode[0] & kMulticast)) return Targets{{*place}, {*signal}, nullptr};
   Targets targets;
   const auto ctas = static_cast<uint32_t>(LaneValue(context, inst.source[4], lane));
   for (const auto& one : context.cta.cluster->ctas) {
@@ -144,21 +145,43 @@ void Complete(Machine& machine,
                              "the copy engine signals an mbarrier whose initialisation no "
                              "fence.mbarrier_init has made visible to it.");
     }
+    machine.UseBarrier(operation, place);
     machine.Transact(*place.cta, it->second, -bytes, &operation.clock);
   }
 }
 
-// Issues a copy (of the tile at `coordinates`). write(operation, place) puts its bytes to one
-// place, and returns false after a report.
+// Bytes of shared memory that a copy uses, from its place on.
+struct Piece {
+  uint32_t first = 0, size = 0;
+};
+
+// Those of a tile at an offset of shared memory. Between narrow rows there are others.
+std::vector<Piece> PiecesOf(const TensorMap& map, uint32_t offset) {
+  if (TileSpan(map) == TileBytes(map)) return {{0, TileBytes(map)}};
+  std::vector<Piece> pieces;
+  const std::array<int32_t, kMaxRank> anywhere = {};
+  ForEachTileChunk(map, anywhere, offset, [&](const TileChunk& chunk) {
+    pieces.push_back({chunk.shared_address - offset, 16});
+  });
+  return pieces;
+}
+
+// Issues a copy of `size` bytes (of the tile at `coordinates`). write(operation, place) puts them
+// to one place, and returns false after a report.
 template <typename Write>
 void EnqueueLoad(Context& context,
                  int lane,
                  const char* name,
                  Targets targets,
                  uint32_t size,
+                 std::vector<Piece> pieces,
                  std::span<const int32_t> coordinates,
                  Write write) {
   auto operation = NewCopy(context, lane, name);
+  for (const Machine::SharedPlace& place : targets.places) {
+    context.machine.Watch(*place.cta, *operation);
+  }
+  if (targets.source != nullptr) context.machine.Watch(*targets.source, *operation);
   if (!targets.places.empty()) {
     context.machine.Describe(*operation,
                              {{"bytes", size},
@@ -166,14 +189,19 @@ void EnqueueLoad(Context& context,
                               {"mbarrier", targets.barriers.front().offset}},
                              coordinates);
   }
-  operation->run =
-      [&machine = context.machine, targets = std::move(targets), size, write](Operation& self) {
-        for (const Machine::SharedPlace& place : targets.places) {
-          machine.AccessShared(self, place, size, true);
-          if (!write(self, place)) return;
-        }
-        Complete(machine, self, targets.barriers, size);
-      };
+  operation->run = [&machine = context.machine,
+                    targets = std::move(targets),
+                    size,
+                    pieces = std::move(pieces),
+                    write](Operation& self) {
+    for (const Machine::SharedPlace& place : targets.places) {
+      for (const Piece& one : pieces) {
+        machine.AccessShared(self, {place.cta, place.offset + one.first}, one.size, true);
+      }
+      if (!write(self, place)) return;
+    }
+    Complete(machine, self, targets.barriers, size);
+  };
   Enqueue(context, std::move(operation));
 }
 
@@ -194,6 +222,7 @@ Outcome BulkToShared(Context& context, const Inst& inst) {
       source = FindPlace(
           context, lane, SharedAddress(context, inst.source[1], inst.immediate[1], lane), size, 16);
       if (!source) return Outcome::kMoved;
+      targets->source = source->cta;
     } else if (!CheckGlobal(context, lane, from, size, false)) {
       return Outcome::kMoved;
     }
@@ -202,6 +231,7 @@ Outcome BulkToShared(Context& context, const Inst& inst) {
                 "cp.async.bulk",
                 *std::move(targets),
                 size,
+                {{0, size}},
                 {},
                 [&machine, source, from, size](Operation& self, const Machine::SharedPlace& place) {
                   if (source) machine.AccessShared(self, *source, size, false);
@@ -223,14 +253,17 @@ Outcome Prefetch(Context& context, const Inst&) {
 
 // ---- Copies to global memory, which a bulk group counts
 
-// Issues a copy by `lanes`, which it counts in the open bulk group of each. It reads shared memory
-// at one time, and write(operation, bytes) takes what it read at a later one.
+// Issues a copy by `lanes`, which it counts in the open bulk group of each. It reads `span` bytes
+// of shared memory, or the pieces of them that it uses, at one time, and write(operation, bytes)
+// takes what it read at a later one.
 template <typename Write>
 void EnqueueStore(Context& context,
                   uint32_t lanes,
                   const char* name,
                   const Machine::SharedPlace& place,
                   uint32_t size,
+                  uint32_t span,
+                  std::vector<Piece> pieces,
                   std::span<const int32_t> coordinates,
                   Write write) {
   auto operation = NewCopy(context, std::countr_zero(lanes), name);
@@ -248,10 +281,13 @@ void EnqueueStore(Context& context,
   operation->run = [&machine = context.machine,
                     groups = std::move(groups),
                     place,
-                    bytes = std::vector<uint8_t>(size),
+                    pieces = std::move(pieces),
+                    bytes = std::vector<uint8_t>(span),
                     write](Operation& self) mutable {
     if (self.steps == 1) {
-      machine.AccessShared(self, place, static_cast<uint32_t>(bytes.size()), false);
+      for (const Piece& one : pieces) {
+        machine.AccessShared(self, {place.cta, place.offset + one.first}, one.size, false);
+      }
       std::memcpy(bytes.data(), place.cta->shared.data() + place.offset, bytes.size());
       for (const auto& group : groups) {
         --group->pending_reads;
@@ -303,6 +339,8 @@ Outcome BulkToGlobal(Context& context, const Inst& inst) {
         "cp.async.bulk",
         *place,
         size,
+        size,
+        {{0, size}},
         {},
         [&machine, &inst, to, size, reduces, type, step](Operation& self, const uint8_t* bytes) {
           if (reduces) {
@@ -369,9 +407,7 @@ std::optional<Tile> FindTile(
     fault = "a tensor copy has " + std::to_string(tile.coordinates.size()) +
             " coordinates for a map of rank " + std::to_string(tile.map->rank);
   } else {
-    // That its address is aligned is checked where its place is found.
-    fault = CheckTile(*tile.map, 0);
-    if (fault.empty()) fault = CheckCoordinates(*tile.map, tile.coordinates, is_store);
+    fault = CheckCoordinates(*tile.map, tile.coordinates, is_store);
   }
   if (fault.empty()) return tile;
   context.machine.Misuse(context, lane, fault + ".");
@@ -430,13 +466,16 @@ Outcome TensorToShared(Context& context, const Inst& inst) {
     const auto tile = FindTile(context, inst, lane, 1, false);
     if (!tile) return Outcome::kMoved;
     const uint32_t size = TileBytes(*tile->map);
-    auto targets = FindTargets(context, inst, lane, size, 128);
+    auto targets = FindTargets(context, inst, lane, TileSpan(*tile->map), 128);
     if (!targets) return Outcome::kMoved;
+    const uint32_t offset = targets->places.empty() ? 0 : targets->places.front().offset;
+    auto pieces = PiecesOf(*tile->map, offset);
     EnqueueLoad(context,
                 lane,
                 "tensor load",
                 *std::move(targets),
                 size,
+                std::move(pieces),
                 tile->coordinates,
                 [&machine, tile = *tile](Operation& self, const Machine::SharedPlace& place) {
                   TileMemory memory(machine, self, Machine::Use::kRead);
@@ -479,7 +518,8 @@ Outcome TensorToGlobal(Context& context, const Inst& inst) {
     }
     const uint32_t size = TileBytes(*tile->map);
     const uint32_t from = SharedAddress(context, inst.source[1], inst.immediate[1], lane);
-    const auto place = FindPlace(context, lane, from, size, 128);
+    const uint32_t span = TileSpan(*tile->map);
+    const auto place = FindPlace(context, lane, from, span, 128);
     if (!place) return Outcome::kMoved;
     // A store that a whole warp issues with the same operands, as kernels do, is issued once.
     uint32_t lanes = 1u << lane;
@@ -492,6 +532,8 @@ Outcome TensorToGlobal(Context& context, const Inst& inst) {
                  reduces ? "tensor reduction" : "tensor store",
                  *place,
                  size,
+                 span,
+                 PiecesOf(*tile->map, place->offset),
                  tile->coordinates,
                  [&machine, &inst, tile = *tile, offset = place->offset, reduces](
                      Operation& self, const uint8_t* data) {
@@ -704,6 +746,7 @@ Outcome ArriveAfterCopies(Context& context, const Inst& inst) {
     }
     VectorClock clock(context.cta.cluster->times.size());
     clock.SetSeen(slot, machine.Time(context.cta, slot));
+    machine.UseBarrier(context, lane, *machine.FindShared(context.cta, address, 8));
     if (!inst.mode[1]) ++barrier->pending;
     machine.Arrive(context.cta, *barrier, 1, clock);
   }
@@ -736,6 +779,7 @@ Outcome StoreAsync(Context& context, const Inst& inst) {
                 "st.async",
                 *std::move(targets),
                 size,
+                {{0, size}},
                 {},
                 [bytes, size](Operation&, const Machine::SharedPlace& place) {
                   std::memcpy(place.cta->shared.data() + place.offset, bytes.data(), size);

@@ -629,9 +629,15 @@ Outcome ProxyFence(Context& context, const Inst& inst) {
 Outcome BarrierInitFence(Context& context, const Inst&) {
   for (const uint32_t address : context.warp.unfenced_barriers) {
     const auto it = context.cta.mbarriers.find(address);
-    if (it != context.cta.mbarriers.end()) it->second.fenced = true;
+    if (it == context.cta.mbarriers.end()) continue;
+    it->second.fenced = true;
+    VectorClock& initialised = context.warp.initialised;
+    if (initialised.empty()) initialised = VectorClock(context.cta.cluster->times.size());
+    initialised.SetSeen(it->second.init.slot, it->second.init.time);
   }
   context.warp.unfenced_barriers.clear();
+  // What these lanes do from now on is no part of it.
+  context.machine.Advance(context.warp, context.mask);
   return Outcome::kNext;
 }
 
@@ -674,6 +680,11 @@ MBarrier* BarrierOf(Context& context, const Inst& inst, int lane) {
   return barrier;
 }
 
+void Use(Context& context, const Inst& inst, int lane) {
+  const uint32_t address = BarrierAddress(context, inst, lane);
+  context.machine.UseBarrier(context, lane, *context.machine.FindShared(context.cta, address, 8));
+}
+
 Outcome BarrierInit(Context& context, const Inst& inst) {
   const uint32_t* count = context.Row(inst.source[1]);
   for (int lane = 0; lane < kLanes; ++lane) {
@@ -705,6 +716,7 @@ Outcome BarrierInit(Context& context, const Inst& inst) {
     MBarrier barrier;
     barrier.expected = count[lane];
     barrier.pending = count[lane];
+    barrier.init = context.machine.AccessOf(context, lane);
     context.cta.mbarriers[place->offset] = std::move(barrier);
     context.cta.first_barrier = std::min(context.cta.first_barrier, place->offset);
     context.cta.last_barrier = std::max(context.cta.last_barrier, place->offset);
@@ -719,7 +731,10 @@ Outcome BarrierInvalidate(Context& context, const Inst& inst) {
   for (int lane = 0; lane < kLanes; ++lane) {
     if (!(context.mask >> lane & 1)) continue;
     if (BarrierOf(context, inst, lane) == nullptr) return Outcome::kMoved;
-    context.cta.mbarriers.erase(BarrierAddress(context, inst, lane) & 0xffffff);
+    const uint32_t address = BarrierAddress(context, inst, lane);
+    const auto place = context.machine.FindShared(context.cta, address, 8);
+    context.machine.AccessShared(context, lane, *place, 8, true);
+    place->cta->mbarriers.erase(place->offset);
   }
   return Outcome::kNext;
 }
@@ -740,6 +755,8 @@ Outcome BarrierArrive(Context& context, const Inst& inst) {
     if (!(context.mask >> lane & 1)) continue;
     MBarrier* barrier = BarrierOf(context, inst, lane);
     if (barrier == nullptr) return Outcome::kMoved;
+    const Knowledge& known = machine.KnowledgeOfLane(context.warp, lane);
+    if (barrier != last || &known != last_known) Use(context, inst, lane);
     const uint32_t operand = inst.mode[1] & kHasOperand ? context.Row(inst.source[1])[lane] : 1;
     if (inst.destination[0]) context.MutableWide(inst.destination[0])[lane] = barrier->phase;
     if (inst.mode[1] & (kExpects | kCompletes)) {
@@ -765,13 +782,12 @@ Outcome BarrierArrive(Context& context, const Inst& inst) {
       }
       if (inst.mode[1] & kDrops) barrier->expected -= count;
       const bool relaxed = inst.mode[1] & kRelaxed;
-      const Knowledge& known = machine.KnowledgeOfLane(context.warp, lane);
       const bool again = barrier == last && &known == last_known && barrier->phase == last_phase;
-      last = barrier;
-      last_known = &known;
       last_phase = barrier->phase;
       machine.Arrive(context.cta, *barrier, count, relaxed || again ? none : known.clock);
     }
+    last = barrier;
+    last_known = &known;
   }
   if (inst.mode[1] & kArrives) machine.Advance(context.warp, context.mask);
   return Outcome::kNext;
@@ -781,10 +797,16 @@ Outcome BarrierArrive(Context& context, const Inst& inst) {
 Outcome BarrierWait(Context& context, const Inst& inst) {
   Machine& machine = context.machine;
   uint32_t complete = 0;
+  const MBarrier* last = nullptr;
+  const Knowledge* last_known = nullptr;
   for (int lane = 0; lane < kLanes; ++lane) {
     if (!(context.mask >> lane & 1)) continue;
     MBarrier* barrier = BarrierOf(context, inst, lane);
     if (barrier == nullptr) return Outcome::kMoved;
+    const Knowledge& known = machine.KnowledgeOfLane(context.warp, lane);
+    if (barrier != last || &known != last_known) Use(context, inst, lane);
+    last = barrier;
+    last_known = &known;
     const bool done = inst.mode[1] & 1
                           ? (barrier->phase & 1) != (context.Row(inst.source[1])[lane] & 1)
                           : barrier->phase != context.Wide(inst.source[1])[lane];

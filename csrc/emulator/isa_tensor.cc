@@ -72,7 +72,10 @@ Outcome Allocate(Context& context, const Inst& inst) {
     cta.tensor_shadow =
         Shadow(machine.options().check_races ? kTensorLanes * kTensorColumns / 8 : 0);
   }
-  for (uint32_t i = 0; i < groups; ++i) cta.tensor_columns[first + i] = true;
+  for (uint32_t i = 0; i < groups; ++i) {
+    cta.tensor_columns[first + i] = true;
+    cta.tensor_owners[first + i] = machine.AccessOf(context, lane);
+  }
   const auto to =
       static_cast<uint32_t>(LaneValue(context, inst.source[0], lane) + inst.immediate[0]);
   const auto place = machine.FindShared(cta, to >> 24 ? to : to | cta.rank << 24, 4);
@@ -106,6 +109,12 @@ Outcome Deallocate(Context& context, const Inst& inst) {
                                std::to_string(address) + ", which are not allocated.");
     return Outcome::kMoved;
   }
+  context.machine.CheckOwner(context.machine.AccessOf(context, lane),
+                             context.machine.KnowledgeOf(context.warp, context.mask),
+                             context.cta,
+                             address,
+                             columns);
+  context.machine.ReleaseTensor(context, lane, address, columns);
   for (uint32_t i = 0; i < groups; ++i) context.cta.tensor_columns[first + i] = false;
   context.machine.Signal(
       "tensor memory", &context.cta.tensor_columns, {{"columns", columns}}, true);
@@ -183,6 +192,10 @@ void Multiply(Machine& machine, Operation& self, const Product& product) {
   }
   const Access access = self.access();
   const uint32_t lane = product.d >> 16, column = product.d & 0xffff;
+  // The two CTAs of a pair allocate together.
+  const auto check_owner = [&](uint32_t first, uint32_t count) {
+    machine.CheckOwner(access, self.clock, *self.cta, first, count);
+  };
   for (Cta* cta : ctas) {
     if (!fault.empty()) break;
     // Of a pair's 128 rows each CTA has 64, whose second half of columns lies in the upper 64
@@ -197,12 +210,14 @@ void Multiply(Machine& machine, Operation& self, const Product& product) {
               " of tensor memory, which are not all allocated.";
       break;
     }
+    check_owner(column, columns);
     if (product.a_in_tensor) {
       const uint32_t at = product.a_tensor & 0xffff;
       if (product.a_tensor >> 16 != 0 || !Allocated(*cta, at, 8)) {
         fault = "tcgen05.mma reads A from tensor memory that is not allocated.";
         break;
       }
+      check_owner(at, 8);
       for (int row = 0; row < rows; ++row) {
         machine.AccessTensor(access,
                              self.clock,
@@ -307,6 +322,10 @@ Outcome Mma(Context& context, const Inst& inst) {
                       {product.a_in_tensor ? "a column" : "a shared address",
                        product.a_in_tensor ? product.a_tensor & 0xffff : product.a.start_address},
                       {"b shared address", product.b.start_address}});
+    for (const auto& one : context.cta.cluster->ctas) {
+      const bool is_pair = product.cta_group == 2 && one->rank / 2 == context.cta.rank / 2;
+      if (is_pair || one.get() == &context.cta) machine.Watch(*one, *operation);
+    }
     operation->run = [&machine, product](Operation& self) { Multiply(machine, self, product); };
     context.cta.tensor_pipe.push_back(std::move(operation));
     machine.Advance(context.warp, context.mask);
@@ -343,6 +362,7 @@ Outcome Commit(Context& context, const Inst& inst) {
     }
     auto operation = machine.NewOperation(context, lane, "tcgen05.commit", PipeSlot(context.cta));
     machine.Describe(*operation, {{"mbarrier", place->offset}});
+    for (const Machine::SharedPlace& one : places) machine.Watch(*one.cta, *operation);
     operation->run = [&machine, places](Operation& self) {
       for (const Machine::SharedPlace& one : places) {
         const auto it = one.cta->mbarriers.find(one.offset);
@@ -355,6 +375,7 @@ Outcome Commit(Context& context, const Inst& inst) {
                                  "tcgen05.commit signals an mbarrier whose initialisation no "
                                  "fence.mbarrier_init has made visible to it.");
         }
+        machine.UseBarrier(self, one);
         // A commit publishes what it waited for, as tcgen05.fence::before_thread_sync does.
         VectorClock clock = self.clock;
         clock.SetPublished(self.slot, self.time);
@@ -477,6 +498,11 @@ bool AccessTile(Context& context,
                 write ? "tcgen05.st" : "tcgen05.ld",
                 {{"lane", *lane}, {"column", *column}, {"columns", columns}});
   const VectorClock clock = UnitClock(context, slot, time);
+  const Access access{time, slot, 0, true, context.group.pc};
+  for (uint32_t half = 0; half < halves; ++half) {
+    const auto start = *column + half * static_cast<uint32_t>(inst.immediate[1]);
+    machine.CheckOwner(access, clock, context.cta, start, columns);
+  }
   for (uint32_t t = 0; t < (shape == k32x32 ? 32u : 16u); ++t) {
     for (uint32_t half = 0; half < halves; ++half) {
       machine.AccessTensor({time, slot, static_cast<uint8_t>(t), true, context.group.pc},

@@ -33,6 +33,11 @@ constexpr uint64_t kMaxSharedBytes = 232448;       // 227 KB, of sm_90 and sm_10
 constexpr uint64_t kMaxVariableBytes = 256 << 20;  // of a module, in global or constant memory
 constexpr uint64_t kGlobalEnd = Machine::kSharedWindow;
 
+const char* RoleOf(bool write) { return write ? "this access writes it" : "this access reads it"; }
+const char* EarlierRoleOf(bool write) {
+  return write ? "the earlier one writes it" : "the earlier one reads it";
+}
+
 std::string Sizes(const std::array<uint32_t, 3>& sizes) {
   return "(" + std::to_string(sizes[0]) + ", " + std::to_string(sizes[1]) + ", " +
          std::to_string(sizes[2]) + ")";
@@ -574,7 +579,10 @@ void Machine::FinishWarp(Warp& warp) {
   cta.free_registers += warp.register_count * kLanes;
   --cta.live_warps;
   if (trace_ != nullptr) trace_->EndWarp(warp);
-  if (options_.strict) CheckFinished(warp);
+  if (options_.strict) {
+    CheckFinished(warp);
+    cta.at_exit.Join(KnowledgeOf(warp, ~0u));
+  }
   Wake(cta);
 }
 
@@ -880,18 +888,25 @@ uint8_t* Machine::FindGlobal(uint64_t address, uint64_t size, bool write, const 
   return nullptr;
 }
 
+Access Machine::AccessOf(Context& context, int lane, Scope scope, bool write) {
+  const Knowledge& known = KnowledgeOfLane(context.warp, lane);
+  return {known.clock.seen(known.slot),
+          known.slot,
+          static_cast<uint8_t>(lane),
+          false,
+          context.group.pc,
+          scope,
+          write};
+}
+
 void Machine::AccessShared(
     Context& context, int lane, const SharedPlace& place, uint32_t size, bool write, Scope scope) {
   if (!options_.check_races) return;
-  const Knowledge& known = KnowledgeOfLane(context.warp, lane);
-  const Access access{known.clock.seen(known.slot),
-                      known.slot,
-                      static_cast<uint8_t>(lane),
-                      false,
-                      context.group.pc,
-                      scope,
-                      write};
-  CheckShared(access, known.clock, place, size, write);
+  CheckShared(AccessOf(context, lane, scope, write),
+              KnowledgeOfLane(context.warp, lane).clock,
+              place,
+              size,
+              write);
 }
 
 // The address of an mbarrier among these bytes, or null.
@@ -955,8 +970,10 @@ void Machine::CheckShared(const Access& access,
   if (!found || !IsNewRace(access.instruction, conflict.earlier.instruction)) return;
   ReportClusterRace(*place.cta,
                     access,
-                    write,
-                    conflict,
+                    RoleOf(write),
+                    conflict.earlier,
+                    EarlierRoleOf(conflict.earlier_is_write),
+                    conflict.fault,
                     "shared memory [" + std::to_string(conflict.cell * 4) + ", " +
                         std::to_string(conflict.cell * 4 + 4) + ")");
 }
@@ -985,14 +1002,13 @@ Locations* Machine::LocationsOf(uint64_t address, uint64_t* offset) {
 void Machine::AccessGlobal(
     Context& context, int lane, uint64_t address, uint64_t size, Use use, Scope scope) {
   if (!options_.check_races) return;
-  const Knowledge& known = KnowledgeOfLane(context.warp, lane);
-  const Access access{known.clock.seen(known.slot),
-                      known.slot,
-                      static_cast<uint8_t>(lane),
-                      false,
-                      context.group.pc,
-                      scope};
-  CheckGlobal(access, known.clock, context.cta, context.warp.index, address, size, use);
+  CheckGlobal(AccessOf(context, lane, scope),
+              KnowledgeOfLane(context.warp, lane).clock,
+              context.cta,
+              context.warp.index,
+              address,
+              size,
+              use);
 }
 
 void Machine::AccessGlobal(
@@ -1113,10 +1129,54 @@ void Machine::AccessTensor(const Access& access,
   const size_t at = conflict.cell % 64 * 8;
   ReportClusterRace(cta,
                     access,
-                    write,
-                    conflict,
+                    RoleOf(write),
+                    conflict.earlier,
+                    EarlierRoleOf(conflict.earlier_is_write),
+                    conflict.fault,
                     "tensor memory lane " + std::to_string(conflict.cell / 64) + ", columns [" +
                         std::to_string(at) + ", " + std::to_string(at + 8) + ")");
+}
+
+void Machine::CheckOwner(
+    const Access& access, const VectorClock& clock, Cta& cta, uint32_t column, uint32_t columns) {
+  if (!options_.check_races) return;
+  for (uint32_t i = column / 32; i <= (column + columns - 1) / 32; ++i) {
+    const Access& owner = cta.tensor_owners[i];
+    if (clock.seen(owner.slot) >= owner.time) continue;
+    if (!IsNewRace(access.instruction, owner.instruction)) return;
+    ReportClusterRace(cta,
+                      access,
+                      "this access uses it",
+                      owner,
+                      "the earlier one allocates it",
+                      Fault::kUnordered,
+                      "tensor memory, columns [" + std::to_string(32 * i) + ", " +
+                          std::to_string(32 * i + 32) + ")");
+    return;
+  }
+}
+
+void Machine::ReleaseTensor(Context& context, int lane, uint32_t column, uint32_t columns) {
+  if (!options_.check_races) return;
+  const VectorClock clock = KnowledgeOf(context.warp, context.mask);
+  // At time 0, which is that of no access: it leaves none behind.
+  Access access = AccessOf(context, lane);
+  access.time = 0;
+  for (uint32_t at = 0; at < 128; ++at) {
+    Shadow::Conflict conflict;
+    const bool found = context.cta.tensor_shadow.Write(
+        at * 64 + column / 8, columns / 8, access, clock, {}, &conflict);
+    if (!found || !IsNewRace(access.instruction, conflict.earlier.instruction)) continue;
+    const size_t cell = conflict.cell % 64 * 8;
+    ReportClusterRace(context.cta,
+                      access,
+                      "this access deallocates it",
+                      conflict.earlier,
+                      EarlierRoleOf(conflict.earlier_is_write),
+                      conflict.fault,
+                      "tensor memory lane " + std::to_string(at) + ", columns [" +
+                          std::to_string(cell) + ", " + std::to_string(cell + 8) + ")");
+  }
 }
 
 const TensorMap* Machine::DecodeMap(const uint8_t* bytes) {
@@ -1128,6 +1188,34 @@ const TensorMap* Machine::DecodeMap(const uint8_t* bytes) {
 }
 
 // ---- mbarriers
+
+void Machine::UseBarrier(Context& context, int lane, const SharedPlace& place) {
+  if (!options_.check_races) return;
+  NoteUse(AccessOf(context, lane, Scope::kGpu), KnowledgeOfLane(context.warp, lane).clock, place);
+}
+
+void Machine::UseBarrier(const Operation& operation, const SharedPlace& place) {
+  if (!options_.check_races) return;
+  // An mbarrier needs no fence of proxies but that of its initialisation, which is checked apart.
+  Access access = operation.access();
+  access.async = false;
+  access.scope = Scope::kGpu;
+  NoteUse(access, operation.clock, place);
+}
+
+// A strong read: uses of an mbarrier race with no other use, but with what writes to its memory.
+void Machine::NoteUse(const Access& access, const VectorClock& clock, const SharedPlace& place) {
+  Shadow::Conflict conflict;
+  if (!place.cta->shared_shadow.Read(place.offset / 4, 1, access, clock, {}, &conflict)) return;
+  if (!IsNewRace(access.instruction, conflict.earlier.instruction)) return;
+  ReportClusterRace(*place.cta,
+                    access,
+                    "this access uses it",
+                    conflict.earlier,
+                    EarlierRoleOf(true),
+                    conflict.fault,
+                    "the mbarrier at shared address " + std::to_string(place.offset));
+}
 
 MBarrier* Machine::FindBarrier(Cta& cta, uint32_t address) {
   const std::optional<SharedPlace> place = FindShared(cta, address, 8);
@@ -1163,6 +1251,12 @@ void Machine::CompletePhase(Cta& cta, MBarrier& barrier) {
 }
 
 // ---- Asynchronous operations
+
+void Machine::Watch(Cta& cta, const Operation& operation) {
+  if (!options_.strict) return;
+  cta.watched[operation.slot] = {
+      operation.time, operation.instruction, operation.cta->index, operation.warp};
+}
 
 Slot Machine::TakeCopySlot(Cta& cta) {
   const Slot slot = cta.free_copy_slots.front();
@@ -1202,6 +1296,17 @@ Report::Place Machine::PlaceOf(int32_t instruction) const {
   place.ptx_line = statement.line;
   place.opcode = statement.opcode;
   place.source = launch_.program->module->Describe(statement.location);
+  return place;
+}
+
+Report::Place Machine::PlaceIn(const Cta& cta,
+                               int32_t instruction,
+                               int warp,
+                               const char* role) const {
+  Report::Place place = PlaceOf(instruction);
+  place.cta = cta.index;
+  place.warp = warp;
+  place.role = role;
   return place;
 }
 
@@ -1287,83 +1392,86 @@ void Machine::ReportRace(Fault fault,
 
 void Machine::ReportClusterRace(const Cta& cta,
                                 const Access& access,
-                                bool write,
-                                const Shadow::Conflict& conflict,
+                                const char* role,
+                                const Access& earlier,
+                                const char* earlier_role,
+                                Fault fault,
                                 const std::string& where) {
-  const auto place = [&](const Access& one, bool is_write, const char* which) {
+  const auto place = [&](const Access& one, const char* what) {
     Report::Place at = PlaceOf(one.instruction);
     at.cta = IndexOf(cta.cluster->number, one.slot / SlotsOfCta());
     at.warp = WarpOfSlot(one.slot);
     at.lane = one.lane;
-    at.role = std::string(which) + (is_write ? " writes it" : " reads it");
+    at.role = what;
     return at;
   };
-  ReportRace(conflict.fault,
-             where,
-             {place(access, write, "this access"),
-              place(conflict.earlier, conflict.earlier_is_write, "the earlier one")});
+  ReportRace(fault, where, {place(access, role), place(earlier, earlier_role)});
 }
 
-// In strict mode nothing that uses the CTA's memory may be under way when its threads end.
+// In strict mode a warp has to have waited for what it has issued when it ends, even if that
+// happens to be complete.
 void Machine::CheckFinished(Warp& warp) {
-  Cta& cta = *warp.cta;
-  const auto report = [&](const std::string& message, int32_t instruction, int issuer) {
-    Report one{.kind = Report::Kind::kMisuse,
+  const auto report = [&](const std::string& message, int32_t instruction) {
+    AddReport({.kind = Report::Kind::kMisuse,
                .message = message,
-               .places = {PlaceOf(instruction)},
-               .fatal = false};
-    one.places[0].cta = cta.index;
-    one.places[0].warp = issuer;
-    one.places[0].role = "was issued here";
-    AddReport(std::move(one));
+               .places = {PlaceIn(*warp.cta, instruction, warp.index, "was issued here")},
+               .fatal = false});
   };
-  // Of a store, only the reading of shared memory has to have ended. That it may happen to have is
-  // not enough: its thread has to have waited.
+  // Of a store, only the reading of shared memory has to have ended.
   for (const auto& groups : warp.bulk_groups) {
     for (size_t i = 0; i < groups.size(); ++i) {
       if (groups[i]->unwaited < 0) continue;
       report(
           "a thread ended and has not waited until a bulk copy of its own has read shared memory.",
-          groups[i]->unwaited,
-          warp.index);
+          groups[i]->unwaited);
       return;
     }
   }
   for (const WarpgroupRegister& one : warp.warpgroup_registers) {
     if (one.time <= warp.warpgroup_completed) continue;
     report("a warp ended with a wgmma.mma_async under way, for which no wgmma.wait_group waits.",
-           one.instruction,
-           warp.index);
+           one.instruction);
     return;
-  }
-  if (cta.live_warps > 0) return;
-  for (const auto& operation : cta.copies) {
-    if (operation->steps == 1 && !operation->only_global) {
-      report("the CTA ended with a copy to its shared memory under way.",
-             operation->instruction,
-             operation->warp);
-      return;
-    }
-  }
-  if (!cta.tensor_pipe.empty()) {
-    const Operation& operation = *cta.tensor_pipe.front();
-    report("the CTA ended with tensor-core operations under way.",
-           operation.instruction,
-           operation.warp);
   }
 }
 
+// In strict mode the threads of a CTA have to have waited for all that uses its memory, have to
+// leave no mbarrier within a phase, and have to give tensor memory back.
 void Machine::CheckExit(Cta& cta) {
   if (!options_.strict) return;
+  const auto report = [&](const std::string& message, Report::Place place) {
+    AddReport({.kind = Report::Kind::kMisuse,
+               .message = message,
+               .places = {std::move(place)},
+               .fatal = false});
+  };
+  for (const auto& [slot, one] : cta.watched) {
+    if (cta.at_exit.seen(slot) >= one.time) continue;
+    Report::Place place = PlaceIn(cta, one.instruction, one.warp, "was issued here");
+    place.cta = one.cta;
+    report(
+        "the CTA ended, and none of its threads has waited until an asynchronous operation "
+        "that uses its memory is complete.",
+        std::move(place));
+  }
+  // In the order of addresses.
+  std::map<uint32_t, const MBarrier*> barriers;
+  for (const auto& [address, barrier] : cta.mbarriers) barriers.emplace(address, &barrier);
+  for (const auto& [address, barrier] : barriers) {
+    if (barrier->pending == barrier->expected && barrier->transactions == 0) continue;
+    report("the CTA ended within a phase of the mbarrier at " + Hex(address) + ": " +
+               std::to_string(barrier->phase) + " phases are complete; this one still needs " +
+               std::to_string(barrier->pending) + " of " + std::to_string(barrier->expected) +
+               " arrivals and " + std::to_string(barrier->transactions) + " bytes.",
+           PlaceIn(cta,
+                   barrier->init.instruction,
+                   WarpOfSlot(barrier->init.slot),
+                   "it was initialised here"));
+  }
   for (const bool allocated : cta.tensor_columns) {
     if (!allocated) continue;
-    Report report{.kind = Report::Kind::kMisuse,
-                  .message = "the CTA ended with tensor memory that was not deallocated.",
-                  .places = {Report::Place()},
-                  .fatal = false};
-    report.places[0].cta = cta.index;
-    AddReport(std::move(report));
-    return;
+    report("the CTA ended with tensor memory that was not deallocated.", PlaceIn(cta, -1, -1, ""));
+    break;
   }
 }
 

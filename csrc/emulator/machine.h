@@ -145,12 +145,14 @@ struct Warp {
   std::array<Queue<uint32_t>, kLanes>
       copy_groups;  // of cp.async: times of the unit when they were committed
   std::vector<uint32_t> unfenced_barriers;  // that this warp has initialised, and not fenced
+  VectorClock initialised;  // when it did so, of those that a relaxed arrival makes known
   bool ready = true;
 };
 
 // An mbarrier object. Its eight bytes in shared memory are opaque to kernels, so the state lives
 // here.
 struct MBarrier {
+  Access init;               // by what it was initialised
   uint32_t expected = 0;     // arrivals a phase needs
   int64_t pending = 0;       // arrivals this phase still needs
   int64_t transactions = 0;  // bytes that this phase still expects
@@ -198,6 +200,15 @@ struct Operation {
 
 struct Cluster;
 
+// An asynchronous operation that uses memory of a CTA, which therefore has to know of its end
+// before its own.
+struct Watched {
+  uint32_t time = 0;
+  int32_t instruction = -1;
+  std::array<uint32_t, 3> cta = {0, 0, 0};  // whose warp issued it
+  int warp = -1;
+};
+
 struct Cta {
   Cluster* cluster = nullptr;
   uint32_t rank = 0;  // in its cluster
@@ -207,6 +218,7 @@ struct Cta {
   std::vector<uint32_t> tensor;              // 128 lanes x 512 columns; empty until allocated
   Shadow tensor_shadow;                      // a cell is 8 columns of a lane
   std::array<bool, 16> tensor_columns = {};  // which groups of 32 columns are allocated
+  std::array<Access, 16> tensor_owners;      // by what
   bool may_allocate = true;                  // until relinquish_alloc_permit
   std::vector<std::unique_ptr<Warp>> warps;
   std::unordered_map<uint32_t, MBarrier> mbarriers;  // by shared address
@@ -221,6 +233,8 @@ struct Cta {
   std::vector<Slot> free_copy_slots;  // oldest first
   uint32_t free_registers = 0;
   uint32_t live_warps = 0;
+  VectorClock at_exit;              // what the warps that have ended knew
+  std::map<Slot, Watched> watched;  // the last of each slot
   uint32_t smid = 0;
 };
 
@@ -357,6 +371,8 @@ class Machine {
   std::optional<SharedPlace> FindShared(Cta& cta, uint32_t address, uint32_t size);
   uint8_t* FindGlobal(uint64_t address, uint64_t size, bool write, const Buffer** buffer = nullptr);
 
+  // An access by a lane of a warp, now.
+  Access AccessOf(Context& context, int lane, Scope scope = Scope::kNone, bool write = false);
   // Checks and notes an access by lane `lane` of a warp. Sizes in bytes.
   void AccessShared(Context& context,
                     int lane,
@@ -421,6 +437,13 @@ class Machine {
                     uint32_t column,
                     uint32_t columns,
                     bool write);
+  // Columns of all lanes are used: that has to be ordered behind their allocation.
+  void CheckOwner(
+      const Access& access, const VectorClock& clock, Cta& cta, uint32_t column, uint32_t columns);
+  // Columns of all lanes are given back: that has to be ordered behind all accesses, and what comes
+  // later behind nothing, since an allocation waits for it. Threads need no tcgen05.fence here:
+  // tcgen05.dealloc is not asynchronous.
+  void ReleaseTensor(Context& context, int lane, uint32_t column, uint32_t columns);
 
   // What the lanes of `mask` know, joined; and teaching them more.
   VectorClock KnowledgeOf(Warp& warp, uint32_t mask);
@@ -437,6 +460,10 @@ class Machine {
   // Something happened that blocked warps of the cluster may wait for.
   void Wake(Cta& cta);
 
+  // An mbarrier is used: that has to be ordered behind its initialisation, and before what writes
+  // to its memory next. What signals it asynchronously was ordered where it was issued.
+  void UseBarrier(Context& context, int lane, const SharedPlace& place);
+  void UseBarrier(const Operation& operation, const SharedPlace& place);
   // The mbarrier at an address, or null.
   MBarrier* FindBarrier(Cta& cta, uint32_t address);
   void Arrive(Cta& cta, MBarrier& barrier, uint32_t count, const VectorClock& clock);
@@ -444,6 +471,8 @@ class Machine {
 
   // A new asynchronous operation issued by `lane`, knowing what the lane knows.
   std::unique_ptr<Operation> NewOperation(Context& context, int lane, const char* name, Slot slot);
+  // The operation uses memory of the CTA, whose threads have to wait for it before they all end.
+  void Watch(Cta& cta, const Operation& operation);
   Slot TakeCopySlot(Cta& cta);
   void ReturnCopySlot(Cta& cta, Slot slot);
 
@@ -455,6 +484,7 @@ class Machine {
               bool fatal = true,
               Report::Kind kind = Report::Kind::kMisuse);
   Report::Place PlaceOf(int32_t instruction) const;
+  Report::Place PlaceIn(const Cta& cta, int32_t instruction, int warp, const char* role) const;
   // A fatal fault that shows while an asynchronous operation runs.
   void OperationFault(const Operation& operation, const std::string& message);
   bool stopped() const { return stopped_; }
@@ -527,6 +557,7 @@ class Machine {
   bool Retired(const Cluster& cluster) const;
   void CheckFinished(Warp& warp);
   void CheckExit(Cta& cta);
+  void NoteUse(const Access& access, const VectorClock& clock, const SharedPlace& place);
   bool TimeOut();
   bool SpinsForGood();
   bool IsStuck(Warp& warp);
@@ -544,8 +575,10 @@ class Machine {
   void ReportRace(Fault fault, const std::string& where, std::array<Report::Place, 2> places);
   void ReportClusterRace(const Cta& cta,
                          const Access& access,
-                         bool write,
-                         const Shadow::Conflict& conflict,
+                         const char* role,
+                         const Access& earlier,
+                         const char* earlier_role,
+                         Fault fault,
                          const std::string& where);
   void ReportStanding(Report::Kind kind, const std::string& message);
 };

@@ -201,17 +201,13 @@ uint32_t TileBytes(const TensorMap& map) {
   return bytes;
 }
 
-std::string CheckTile(const TensorMap& map, uint32_t shared_address) {
-  if (shared_address % 128 != 0) {
-    return "a tile in shared memory starts at " + std::to_string(shared_address) +
-           ", not a multiple of 128";
-  }
-  // Whether the engine pads such rows to the swizzle's width is not documented.
-  const uint32_t inner = map.box[0] * ElementBytes(map.type);
-  if (map.swizzle != TensorMapSwizzle::kNone && inner != SwizzleWidth(SwizzleOf(map))) {
-    return "a box whose rows are narrower than its swizzle is not modelled";
-  }
-  return "";
+uint32_t RowPitch(const TensorMap& map) {
+  return map.swizzle == TensorMapSwizzle::kNone ? map.box[0] * ElementBytes(map.type)
+                                                : SwizzleWidth(SwizzleOf(map));
+}
+
+uint32_t TileSpan(const TensorMap& map) {
+  return TileBytes(map) / (map.box[0] * ElementBytes(map.type)) * RowPitch(map);
 }
 
 std::string CheckCoordinates(const TensorMap& map,

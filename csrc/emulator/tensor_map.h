@@ -94,12 +94,15 @@ constexpr uint32_t TileExtent(const TensorMap& map, int dimension) {
   return (map.box[dimension] + step - 1) / step;
 }
 
-// Bytes of a tile in shared memory, and what it adds to an mbarrier's transaction count, whatever
-// lies out of bounds.
+// Bytes of a tile, which it adds to an mbarrier's transaction count, whatever lies out of bounds.
 uint32_t TileBytes(const TensorMap& map);
 
-// What is wrong with a tile at this address of shared memory, or "".
-std::string CheckTile(const TensorMap& map, uint32_t shared_address);
+// Bytes from one row of a tile to the next in shared memory. With a swizzle it is the swizzle's
+// width: narrower rows leave the rest of it alone, as far as is known. An H200 places rows so.
+uint32_t RowPitch(const TensorMap& map);
+
+// Bytes of shared memory in which a tile lies. It starts at a multiple of 128.
+uint32_t TileSpan(const TensorMap& map);
 
 // What the copy engine refuses about a tile's coordinates, one for each dimension, or "". An H200
 // ends a kernel with an illegal instruction where the innermost coordinate is no multiple of 16
@@ -109,6 +112,8 @@ std::string CheckCoordinates(const TensorMap& map,
                              std::span<const int32_t> coordinates,
                              bool is_store);
 
+constexpr Swizzle SwizzleOf(const TensorMap& map) { return static_cast<Swizzle>(map.swizzle); }
+
 // 16 bytes of a tile. Bytes [first, last) of them lie within the tensor, where byte i of the chunk
 // is byte global_address + i of global memory; a load fills the others, a store leaves them out.
 struct TileChunk {
@@ -117,8 +122,6 @@ struct TileChunk {
   uint32_t first = 0;
   uint32_t last = 0;
 };
-
-constexpr Swizzle SwizzleOf(const TensorMap& map) { return static_cast<Swizzle>(map.swizzle); }
 
 // Calls visit(chunk) for a tile's chunks, in the order of shared memory before the swizzle. The
 // coordinates, innermost first, are of the tile's first element and may lie outside of the tensor.
@@ -154,7 +157,7 @@ void ForEachTileChunk(const TensorMap& map,
       }
       visit(chunk);
     }
-    row_address += static_cast<uint32_t>(row_bytes);
+    row_address += RowPitch(map);
     int i = 1;
     while (i < map.rank && ++index[i] == TileExtent(map, i)) index[i++] = 0;
     if (i >= map.rank) return;

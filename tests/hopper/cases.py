@@ -191,7 +191,50 @@ _REDUCE: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 }
 
 
-def _tensor_copy(random: _Random, rank: int, dtype: Any, swizzle: int, reduce: str = "", data: str = "plain") -> Case:
+def _narrow_rows(random: _Random, swizzle: int, inner: int) -> Case:
+    """A box whose rows of `inner` bytes are narrower than the swizzle: each takes the swizzle's width."""
+    rows, columns = 11, inner // 2
+    tensor, old = (random.floats((40, 72), BF16, (-6, 6)) for _ in range(2))
+    from_ = [(0, 0), (8, 5), (72 - 8, 33), (-8, -3)]
+    to = [(0, 0), (8, 15), (72 - 8, 35), (72, 0)]
+    back = old.copy()
+    for source, target in zip(from_, to, strict=True):
+        window = back[tuple(slice(c, c + n) for c, n in zip(target[::-1], (rows, columns), strict=True))]
+        window[...] = _tile(tensor, (columns, rows), source)[tuple(map(slice, window.shape))]
+    # With the patterns of all swizzles once more behind it.
+    span = rows * swizzle // 1024 * 1024 + 2048
+    box = (columns, rows)
+    return Case(
+        "narrow_rows",
+        kernels.NARROW_ROWS,
+        [
+            Output((len(to), span // 4), U32),
+            np.array(from_, np.int32),
+            np.array(to, np.int32),
+            rows * inner,
+            span,
+            Map(tensor, box, swizzle),
+            Map(changed(old), box, swizzle),
+        ],
+        grid=len(to),
+        shared=span,
+        expected=[None, back],
+    )
+
+
+for _width, _inner in [(32, 16), (64, 16), (64, 48), (128, 32), (128, 64), (128, 96), (128, 112)]:
+    _case(f"tensor/narrow/{_width}/{_inner}", _narrow_rows, _width, _inner)
+
+
+def _tensor_copy(
+    random: _Random,
+    rank: int,
+    dtype: Any,
+    swizzle: int,
+    reduce: str = "",
+    data: str = "plain",
+    beyond: bool = False,
+) -> Case:
     size = np.dtype(dtype).itemsize
     inner, unit = (swizzle or 48) // size, 16 // size
     outer, box, places = _PLACES[rank - 1]
@@ -202,6 +245,12 @@ def _tensor_copy(random: _Random, rank: int, dtype: Any, swizzle: int, reduce: s
         places, starts = places[:3], starts[:3]
     from_ = [(start, *place) for (start, _), place in zip(starts, places, strict=True)]
     to = [(start, *(max(x, 0) for x in place)) for (_, start), place in zip(starts, places, strict=True)]
+    if beyond:  # one whole tile, and reductions that reach over the end, or lie behind it, in one dimension or all
+        ends = [(size, part) for size, part in zip(outer, box, strict=True)]
+        starts = [(0, 0), (inner, 4 * inner), (0, length), (0, length + unit), (inner, inner), (0, 1 << 20)]
+        places = [tuple(0 for _ in box)] * len(starts)
+        places[1] = places[4] = tuple(size - part + 1 for size, part in ends)
+        places[5] = tuple(size + 7 for size, _ in ends)
     box, shape = (inner, *box), (*outer[::-1], length)
     tensor, old = _tensor_data(random, shape, dtype), _tensor_data(random, shape, dtype)
     if data == "tiny":  # sums of which some, or some of whose terms, are subnormal
@@ -256,6 +305,10 @@ for _dtype, _data in itertools.product((F32, BF16, F16), ("tiny", "special")):
     _case(f"tensor_reduce/add/{np.dtype(_dtype).name}/{_data}", _tensor_copy, 2, _dtype, 128, "add", _data)
 for _rank in (1, 3, 4, 5):
     _case(f"tensor_reduce/add/{_rank}d", _tensor_copy, _rank, F32, 0, "add")
+
+
+for _rank, _dtype, _operation in [(1, F32, "add"), (2, F32, "add"), (3, BF16, "max"), (5, np.int32, "min")]:
+    _case(f"tensor_reduce/beyond/{_rank}d/{_operation}", _tensor_copy, _rank, _dtype, 32, _operation, beyond=True)
 
 
 # ---- Bulk copies
@@ -358,6 +411,19 @@ def _phases(random: _Random) -> Case:
     )
 
 
+def _tries(random: _Random) -> Case:
+    even, odd = 2, 1  # parity 1 has passed in even phases, 0 in odd ones
+    log = [1, 0, 1, 0, 1, 0, even, even, 0, even, odd, 1, odd, odd, odd, even, 1]
+    log += [even, even, 0, even, even, odd, odd, odd, 0, even, 1]
+    return Case(
+        "barrier_tries",
+        kernels.BARRIER_TRIES,
+        [changed(np.full(32, 99, U32))],
+        block=32,
+        expected=[np.array(log + [99] * (32 - len(log)), U32)],
+    )
+
+
 def _ring(random: _Random) -> Case:
     rounds = 41
     data = random.bits((rounds, 128))
@@ -396,6 +462,7 @@ def _registers(random: _Random) -> Case:
 
 
 _case("barriers/phases", _phases)
+_case("barriers/tries", _tries)
 _case("barriers/ring", _ring)
 _case("barriers/named", _named_barriers)
 _case("barriers/setmaxnreg", _registers)
@@ -440,6 +507,23 @@ def _cluster_barriers(random: _Random, size: int) -> Case:
     )
 
 
+def _cluster_copies(random: _Random, size: int, words: tuple[int, int]) -> Case:
+    data = random.bits((size, 1024))
+    out = np.full((size, 2, 1024), 0x5A5A5A5A, U32)
+    out[:, 0, : words[0]] = np.roll(data, 1, axis=0)[:, : words[0]]
+    out[:, 1, : words[1]] = data[:, : words[1]]
+    return Case(
+        "cluster_copies",
+        kernels.CLUSTER_COPIES,
+        [Output(out.shape, U32), data, np.array(words, U32), size],
+        grid=size,
+        block=32,
+        cluster=size,
+        shared=3 * 4096,
+        expected=[out],
+    )
+
+
 def _multicast(random: _Random, tensor: bool, masks: tuple[int, ...], swizzle: int = 128) -> Case:
     size = len(masks)
     wanted = np.array([sum(mask >> r & 1 for mask in masks) * 1024 for r in range(size)], U32)
@@ -481,6 +565,8 @@ def _multicast(random: _Random, tensor: bool, masks: tuple[int, ...], swizzle: i
 for _size in (2, 4, 8):
     _case(f"cluster/memory/{_size}", _cluster_memory, _size)
     _case(f"cluster/barriers/{_size}", _cluster_barriers, _size)
+    for _words in ((4, 1024), (1024, 252)):
+        _case(f"cluster/copies/{_size}/{_words[0]}-{_words[1]}", _cluster_copies, _size, _words)
 for _masks in [(3, 3), (2, 1), (3, 0), (1, 2), (15, 15, 15, 15), (13, 6, 8, 15), (12, 12, 3, 3), (0, 0, 14, 0)]:
     for _tensor in (False, True):
         _kind = "tensor" if _tensor else "bulk"
@@ -530,6 +616,20 @@ def lay_out(matrix: np.ndarray, major: str, width: int) -> LaidOut:
     mode = {16: 0, 128: 1, 64: 2, 32: 3}[width]
     fixed = (leading >> 4) << 16 | (stride >> 4) << 32 | mode << 62
     return LaidOut(image, np.array([(int(x) >> 4) | fixed for x in start], U64))
+
+
+def displaced(operand: LaidOut, shift: int, by_descriptor: bool) -> LaidOut:
+    """The same operand `shift` bytes further on, where no pattern of its swizzle starts.
+
+    Either its pattern is displaced with it, as base offsets in its descriptors say, or it stays that of the addresses.
+    """
+    mode = int(operand.descriptors[0]) >> 62
+    byte = _swizzled(np.arange(len(operand.image)), {1: 128, 2: 64, 3: 32}[mode])
+    to = byte if by_descriptor else _swizzled(np.arange(len(operand.image)) + shift, {1: 128, 2: 64, 3: 32}[mode])
+    image = np.zeros(len(operand.image) + 1024, np.uint8)
+    image[to + shift if by_descriptor else to] = operand.image[byte]
+    offset = shift // 128 % 8 << 49 if by_descriptor else 0
+    return LaidOut(image, operand.descriptors + U64((shift >> 4) + offset))
 
 
 def accumulators(matrix: np.ndarray) -> np.ndarray:
@@ -611,9 +711,13 @@ def _wgmma(
     signs: tuple[int, int] = (1, 1),
     steps: int = 4,
     scale_d: int = -1,
+    shifts: tuple[int, int] = (0, 0),
+    by_descriptor: bool = False,
 ) -> Case:
     a, b, c = _operands(random, 64, n, 16 * steps, dtype, data)
     laid_a, laid_b = lay_out(a, majors[0], widths[0]), lay_out(b, majors[1], widths[1])
+    if any(shifts):
+        laid_a, laid_b = (displaced(x, y, by_descriptor) for x, y in zip((laid_a, laid_b), shifts, strict=True))
     kind = "bf16" if dtype == BF16 else "f16"
     form = (kind, "rs" if a_in_registers else "ss", f"n{n}", majors, *(f"{s:+d}" for s in signs), f"k{16 * steps}")
     expected = _product(signs[0] * signs[1] * a.astype(F32), b, c) if data == "integers" and scale_d == -1 else None
@@ -667,6 +771,24 @@ def _add_wgmma() -> None:
         for n in (128, 192):
             _case(f"wgmma/layout/ss/km/n{n}/{width}", _wgmma, n, BF16, "integers", majors="km", widths=(128, width))
         _case(f"wgmma/layout/ss/mm/n128/{width}", _wgmma, 128, BF16, "integers", majors="mm", widths=(width, width))
+    # Operands that start within a pattern of their swizzle, of 1024, 512 or 256 bytes.
+    for by_descriptor, (width, shifts) in itertools.product(
+        (False, True),
+        [(128, (128, 0)), (128, (0, 384)), (128, (512, 896)), (64, (128, 256)), (64, (0, 384)), (32, (128, 128))],
+    ):
+        for majors in ("kk", "mm"):
+            name = f"wgmma/{'base_offset' if by_descriptor else 'start'}/{majors}/{width}/{shifts[0]}-{shifts[1]}"
+            _case(
+                name,
+                _wgmma,
+                64,
+                BF16,
+                "integers",
+                majors=majors,
+                widths=(width, width),
+                shifts=shifts,
+                by_descriptor=by_descriptor,
+            )
     for (source, registers), signs in itertools.product(sources.items(), [(-1, 1), (1, -1), (-1, -1)]):
         for data in ("plain", "special", "cancel"):
             _case(
@@ -818,6 +940,25 @@ def _atomics(random: _Random, space: str, data: str) -> Case:
     )
 
 
+def _half_reductions(random: _Random, space: str, data: str) -> Case:
+    each = 128 * (1 if space == "shared" else 7)
+    sums, values = [], []
+    for dtype in (F16, BF16):
+        least = int(ml_dtypes.finfo(dtype).minexp)
+        for rows in (sums, values):
+            x = random.floats(2 * each, dtype, (least - 2, least + 1) if data == "tiny" else (-4, 4))
+            if data == "special":
+                x = random.some(x, [0.0, -0.0, np.inf, -np.inf, np.nan], 2)
+            rows.append(x.view(U32))
+    memory = np.concatenate(sums)
+    return Case(
+        f"half_reductions_{space}",
+        kernels.half_reductions(space),
+        [changed(memory), np.concatenate(values)],
+        shared=1024,
+    )
+
+
 def _vector_reductions(random: _Random, data: str) -> Case:
     ends = (-128, -124) if data == "tiny" else (-5, 5)
     sums, values = (random.floats(768, F32, ends) for _ in range(2))
@@ -828,6 +969,7 @@ _case("memory/copy_async", _copy_async)
 _case("memory/handover", _handover)
 for _space, _data in itertools.product(("shared", "global"), ("plain", "tiny", "special")):
     _case(f"atomics/{_space}/{_data}", _atomics, _space, _data)
+    _case(f"atomics/halves/{_space}/{_data}", _half_reductions, _space, _data)
 for _data in ("plain", "tiny"):
     _case(f"atomics/vectors/{_data}", _vector_reductions, _data)
 
@@ -859,6 +1001,11 @@ def _table(random: _Random, name: str, operations: list[tuple[str, str]]) -> Cas
         columns = np.where(random.integers(0, 3, (3, 2048)) == 0, columns, third)
         scattered = random.floats((3, 2048), F32, (-30, 34)).view(U32)
         columns = np.where(random.integers(0, 3, (3, 2048)) == 0, scattered, columns)
+    elif name == "narrow":  # about the ranges of 8-bit floats, as f32 and as pairs of f16
+        scattered = random.floats((3, 2048), F32, (-20, 17)).view(U32)
+        pairs = random.floats((3, 4096), F16, (-15, 10)).view(U32)
+        kinds = random.integers(0, 3, (3, 2048))
+        columns = np.where(kinds == 0, columns, np.where(kinds == 1, scattered, pairs))
     elif name == "half":
         for dtype, part in ((BF16, slice(0, 1024)), (F16, slice(1024, 2048))):
             columns[:, part] = random.some(
@@ -884,6 +1031,7 @@ def _table(random: _Random, name: str, operations: list[tuple[str, str]]) -> Cas
 TABLES: dict[str, list[tuple[str, str]]] = {
     "float": kernels.FLOAT_OPERATIONS,
     "conversions": kernels.CONVERSIONS,
+    "narrow": kernels.NARROW_CONVERSIONS,
     "half": kernels.HALF_OPERATIONS,
     "integer": kernels.INTEGER_OPERATIONS,
 }

@@ -94,6 +94,31 @@ def tensor_copy(rank: int, reduce: str = "") -> str:
     }}"""
 
 
+# Each CTA loads a box of narrow rows over a pattern, writes out all the memory around it, and stores the box through
+# another map at other coordinates.
+NARROW_ROWS = """
+KERNEL(128)(u32* raw, const int* from, const int* to, u32 bytes, u32 span, const __grid_constant__ Map map,
+            const __grid_constant__ Map back) {
+  SHARED
+  u32 t = threadIdx.x, *words = reinterpret_cast<u32*>(x);
+  for (u32 i = t; i < span / 4; i += 128) words[i] = 0xa5000000u + i;
+  ProxyFence();
+  if (t == 0) { Init(barriers, 1); InitFence(); }
+  __syncthreads();
+  if (t == 0) {
+    Expect(barriers, bytes);
+    LoadTile(x, &map, from[2 * blockIdx.x], from[2 * blockIdx.x + 1], barriers);
+  }
+  Wait(barriers, 0);
+  for (u32 i = t; i < span / 4; i += 128) raw[blockIdx.x * (span / 4) + i] = words[i];
+  if (t == 0) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];"
+                 :: "l"(&back), "r"(to[2 * blockIdx.x]), "r"(to[2 * blockIdx.x + 1]), "r"(Shared(x)) : "memory");
+    Commit(); WaitAll();
+  }
+}"""
+
+
 BULK_COPY = """
 KERNEL(32)(char* out, const char* in, const u32* places, u32 copies) {
   SHARED   // places: from, shared, to, bytes of each copy
@@ -173,6 +198,32 @@ KERNEL(32)(u32* out) {
   Init(b, 1048575); InitFence(); STATE();
   DO("arrive.shared::cta.b64 _, [%0], 1048574")
   DO("arrive.shared::cta.b64 _, [%0], 1")
+}"""
+
+BARRIER_TRIES = r"""
+KERNEL(32)(u32* out) {
+  SHARED
+  if (threadIdx.x) return;
+  u64* b = barriers;
+  u32 n = 0, done;
+  #define LOG(value) out[n++] = (value)
+  #define STATE() LOG(TestWait(b, 0) | TestWait(b, 1) << 1)
+  #define TRY(parity) asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2, %3;\n" \
+      "selp.u32 %0, 1, 0, p; }" : "=r"(done) : "r"(Shared(b)), "r"(parity), "r"(1000) : "memory"); LOG(done);
+  #define BYTES(what, count) asm volatile("mbarrier." what ".relaxed.cta.shared::cta.b64 [%0], %1;" \
+      :: "r"(Shared(b)), "r"(count) : "memory"); STATE();
+  Init(b, 1); InitFence();
+  TRY(1) TRY(0)                       // phase 0: the phase before counts as complete, this one is not
+  Arrive(b); TRY(0) TRY(1)            // phase 1
+  Arrive(b); TRY(1) TRY(0)            // phase 2
+  // More bytes than are expected so far, before the arrival and behind it.
+  BYTES("complete_tx", 80) Arrive(b); STATE(); TRY(0)
+  BYTES("expect_tx", 48) BYTES("expect_tx", 32) TRY(0)       // phase 3
+  BYTES("expect_tx", 32) BYTES("complete_tx", 48) BYTES("expect_tx", 16) Arrive(b); STATE(); TRY(1)   // phase 4
+  BYTES("expect_tx", 16) BYTES("complete_tx", 16) TRY(0) BYTES("complete_tx", 16) BYTES("expect_tx", 16)
+  Arrive(b); STATE();                 // phase 5
+  BYTES("expect_tx", 0) BYTES("complete_tx", 0) TRY(1)
+  Expect(b, 0); STATE(); TRY(1)       // phase 6
 }"""
 
 RING = """
@@ -463,6 +514,29 @@ KERNEL(32)(u32* out, const u32* in, u32 size) {
 }"""
 
 
+CLUSTER_COPIES = r"""
+KERNEL(32)(u32* out, const u32* in, const u32* words, u32 size) {
+  SHARED   // every CTA copies words[0] to the next CTA and words[1] to itself, and signals whom it copies to
+  u32 rank = Rank(), t = threadIdx.x, *source = reinterpret_cast<u32*>(x), *target = source + 1024;
+  u32 next = (rank + 1) % size;
+  for (u32 i = t; i < 1024; i += 32) { source[i] = in[1024 * rank + i]; target[i] = target[i + 1024] = 0x5a5a5a5a; }
+  if (t == 0) { Init(barriers, 1); InitFence(); Expect(barriers, 4 * (words[0] + words[1])); }
+  ProxyFence();
+  ClusterSync();
+  if (t == 0) {
+    for (u32 i = 0; i < 2; ++i) {
+      u32 to = i ? rank : next;
+      asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                   :: "r"(Remote(target + 1024 * i, to)), "r"(Shared(source)), "r"(4 * words[i]),
+                      "r"(Remote(barriers, to)) : "memory");
+    }
+  }
+  Wait(barriers, 0);
+  for (u32 i = t; i < 2048; i += 32) out[2048 * rank + i] = target[i];
+  ClusterSync();
+}"""
+
+
 def multicast(tensor: bool) -> str:
     """CTA r of a cluster loads part r into all of masks[r]; expected[r] bytes come to CTA r."""
     how = (
@@ -556,6 +630,38 @@ def atomics(space: str) -> str:
       returned[128 * 6 + t] = old;
       __syncthreads();
       {"for (u32 i = t; i < 912; i += 128) memory[i] = words[i];" if space == "shared" else ""}
+    }}"""
+
+
+HALF_REDUCTIONS = ("add.noftz.f16x2", "add.noftz.bf16x2")
+
+
+def half_reductions(space: str) -> str:
+    """Packed halves, each of one thread only; in global memory also two and four words at once."""
+    pointer = "r" if space == "shared" else "l"
+    where = "shared::cta" if space == "shared" else "global"
+    text, at = "", 0
+    for name in HALF_REDUCTIONS:
+        for count in (1,) if space == "shared" else (1, 2, 4):
+            operation, kind = name.rsplit(".", 1)
+            form = name if count == 1 else f"{operation}.v{count}.{kind}"
+            values = _listed("%{}", count + 1).split(", ")[1:]
+            operand = values[0] if count == 1 else "{" + ", ".join(values) + "}"
+            place = f"words + {128 * at} + {count} * t"
+            listed = ", ".join(f'"r"(in[{128 * at} + {count} * t + {i}])' for i in range(count))
+            text += f"""asm volatile("red.relaxed.gpu.{where}.{form} [%0], {operand};"
+                :: "{pointer}"({f"Shared({place})" if space == "shared" else place}), {listed} : "memory");\n"""
+            at += count
+    copy = "u32* words = reinterpret_cast<u32*>(x); for (u32 i = t; i < 256; i += 128) words[i] = memory[i];"
+    return f"""
+    KERNEL(128)(u32* memory, const u32* in) {{
+      SHARED
+      u32 t = threadIdx.x;
+      {copy if space == "shared" else "u32* words = memory;"}
+      __syncthreads();
+      {text}
+      __syncthreads();
+      {"for (u32 i = t; i < 256; i += 128) memory[i] = words[i];" if space == "shared" else ""}
     }}"""
 
 
@@ -656,6 +762,20 @@ CONVERSIONS: list[tuple[str, str]] = [
     *((f"cvt.{r}.f32.{kind}", "fr") for kind in ("s32", "u32") for r in _ROUNDINGS),
     ("cvt.rn.f16.s32", "hr"),
     ("cvt.rni.s32.f16", "rh"),
+]
+NARROW_CONVERSIONS: list[tuple[str, str]] = [
+    *(
+        (f"cvt.rn.satfinite{relu}.{kind}x2.{source}", "hff" if source == "f32" else "hr")
+        for kind in ("e4m3", "e5m2")
+        for relu in ("", ".relu")
+        for source in ("f32", "f16x2")
+    ),
+    *((f"cvt.rn{relu}.f16x2.{kind}x2", "rh") for kind in ("e4m3", "e5m2") for relu in ("", ".relu")),
+    *((f"cvt.{r}.relu.{kind}.f32", "hf") for kind in ("bf16", "f16") for r in ("rn", "rz")),
+    *((f"cvt.{r}.sat.{kind}.f32", "hf") for kind in ("f16",) for r in ("rn", "rz")),
+    ("cvt.sat.f32.f32", "ff"),
+    ("cvt.rna.tf32.f32", "rf"),
+    *((f"cvt.{r}{relu}.tf32.f32", "rf") for r in ("rn", "rz") for relu in ("", ".relu")),
 ]
 HALF_OPERATIONS: list[tuple[str, str]] = [
     *((f"{op}{'.rn' * (op != 'fma')}.{kind}x2", "rrr") for kind in ("bf16", "f16") for op in ("add", "sub", "mul")),
