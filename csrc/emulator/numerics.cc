@@ -234,8 +234,7 @@ class SignificandTable {
       const __m256 square = _mm256_shuffle_ps(high01, high23, 0x44);
       const __m256i least = _mm256_castps_si256(_mm256_shuffle_ps(high01, high23, 0xee));
       const __m256i i = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(arguments + lane));
-      const __m256 x =
-          _mm256_cvtepi32_ps(_mm256_and_si256(i, _mm256_set1_epi32(kSegment - 1)));
+      const __m256 x = _mm256_cvtepi32_ps(_mm256_and_si256(i, _mm256_set1_epi32(kSegment - 1)));
       const __m256i above =
           _mm256_cvttps_epi32(_mm256_fmadd_ps(_mm256_fmadd_ps(square, x, linear), x, constant));
       const __m256i word = _mm256_i32gather_epi32(bits, _mm256_srli_epi32(i, 5), 4);
@@ -259,12 +258,13 @@ class SignificandTable {
     }
   };
 
-  // The quadratic of least squares.
+  // The quadratic of least squares. A sample of the values is enough.
   static Segment Fit(const std::vector<int32_t>& values) {
+    constexpr int32_t kApart = 16, kCount = kSegment / kApart;
     const int32_t least = *std::min_element(values.begin(), values.end()) - 2;
-    const double middle = (kSegment - 1) / 2.0;
+    const double middle = (kSegment - kApart) / 2.0;
     double squares = 0, fourths = 0, sum = 0, moment = 0, second_moment = 0;
-    for (int32_t i = 0; i < kSegment; ++i) {
+    for (int32_t i = 0; i < kSegment; i += kApart) {
       const double x = i - middle, value = values[i] - least;
       squares += x * x;
       fourths += x * x * x * x;
@@ -272,10 +272,10 @@ class SignificandTable {
       moment += value * x;
       second_moment += value * x * x;
     }
-    const double square = (second_moment - sum * squares / kSegment) /
-                          (fourths - squares * squares / kSegment);
+    const double square =
+        (second_moment - sum * squares / kCount) / (fourths - squares * squares / kCount);
     const double slope = moment / squares;
-    const double mean = (sum - square * squares) / kSegment;
+    const double mean = (sum - square * squares) / kCount;
     return {static_cast<float>(mean - slope * middle + square * middle * middle),
             static_cast<float>(slope - 2 * square * middle),
             static_cast<float>(square),

@@ -253,11 +253,8 @@ uint32_t Shadow::NewHistory() {
   return history;
 }
 
-bool Shadow::Note(const Step& step,
-                  size_t first,
-                  size_t count,
-                  const VectorClock& clock,
-                  Conflict* conflict) {
+bool Shadow::Note(
+    const Step& step, size_t first, size_t count, const VectorClock& clock, Conflict* conflict) {
   if (step != step_) {
     step_ = step;
     before_ = after_ = kNone;
@@ -318,9 +315,7 @@ bool Shadow::Note(const Step& step,
 }
 
 // Whether this step conflicts with a history, and with what of it.
-bool Shadow::Conflicts(const History& history,
-                       const VectorClock& clock,
-                       Conflict* conflict) const {
+bool Shadow::Conflicts(const History& history, const VectorClock& clock, Conflict* conflict) const {
   const Access& access = step_.access;
   const Order order(access, clock, step_.own, slots_of_cta_);
   const auto check = [&](const Access& earlier, bool is_write) {

@@ -229,10 +229,10 @@ enum class Fault : uint8_t {
   kUnrelied,     // ordered, but without tcgen05.fence::after_thread_sync
 };
 
-// The cells of one memory of a cluster. Most of it is accessed in large pieces, by copies and tensor
-// cores, so that many cells have the same history: a cell holds the number of its history, and an
-// access is checked once for each history that it meets. A cell of zeros is one without accesses,
-// so that the pages of what a kernel leaves alone are never touched.
+// The cells of one memory of a cluster. Most of it is accessed in large pieces, by copies and
+// tensor cores, so that many cells have the same history: a cell holds the number of its history,
+// and an access is checked once for each history that it meets. A cell of zeros is one without
+// accesses, so that the pages of what a kernel leaves alone are never touched.
 class Shadow {
  public:
   // About what a cell takes: its number, and its part of a history.
@@ -311,11 +311,8 @@ class Shadow {
   bool conflicts_ = false;
   Conflict conflict_;
 
-  bool Note(const Step& step,
-            size_t first,
-            size_t count,
-            const VectorClock& clock,
-            Conflict* conflict);
+  bool Note(
+      const Step& step, size_t first, size_t count, const VectorClock& clock, Conflict* conflict);
   bool Conflicts(const History& history, const VectorClock& clock, Conflict* conflict) const;
   uint32_t NewHistory();
   void Follow(uint32_t history, const VectorClock& clock);

@@ -176,8 +176,9 @@ __m256i LargestExponents(const Row& a, const PreparedB& b, int column) {
   return largest;
 }
 
-// Eight columns of a row, of whose products the largest exponents are given. As HopperElement, with the products scaled to units of 2^(e-25), so that
-// the conversion to integers truncates them. Sums of eight stay below 2^31.
+// Eight columns of a row, of whose products the largest exponents are given. As HopperElement, with
+// the products scaled to units of 2^(e-25), so that the conversion to integers truncates them. Sums
+// of eight stay below 2^31.
 template <bool kModerate>
 __m256 HopperVector(
     const Row& a, const PreparedB& b, int column, __m256i largest_product, __m256 c) {
@@ -300,18 +301,22 @@ void PrepareRow(HalfType type, bool negate, const uint16_t* source, Row* row) {
 // Turns eight vectors of eight elements into columns.
 void Transpose(const float* rows, ptrdiff_t stride, float* columns, ptrdiff_t columns_stride) {
   __m256 pairs[8], quads[8];
+#pragma GCC unroll 8
   for (int i = 0; i < 8; i += 2) {
     const __m256 x = _mm256_loadu_ps(rows + i * stride);
     const __m256 y = _mm256_loadu_ps(rows + (i + 1) * stride);
     pairs[i] = _mm256_unpacklo_ps(x, y);
     pairs[i + 1] = _mm256_unpackhi_ps(x, y);
   }
+#pragma GCC unroll 8
   for (int i = 0; i < 8; i += 4) {
+#pragma GCC unroll 8
     for (int j = 0; j < 2; ++j) {
       quads[i + 2 * j] = _mm256_shuffle_ps(pairs[i + j], pairs[i + 2 + j], 0x44);
       quads[i + 2 * j + 1] = _mm256_shuffle_ps(pairs[i + j], pairs[i + 2 + j], 0xee);
     }
   }
+#pragma GCC unroll 8
   for (int i = 0; i < 4; ++i) {
     _mm256_storeu_ps(columns + i * columns_stride,
                      _mm256_permute2f128_ps(quads[i], quads[i + 4], 0x20));
@@ -350,6 +355,15 @@ void PrepareB(PreparedB* b) {
   }
 }
 
+// Up to eight of them.
+void CopyFloats(float* to, const float* from, int count) {
+  if (count == 8) {
+    std::memcpy(to, from, 8 * sizeof(float));  // of a constant size, which needs no call
+  } else {
+    std::memcpy(to, from, sizeof(float) * count);
+  }
+}
+
 // Columns [first, first + count) of B. The four warps of a warpgroup multiply by the same B one
 // after the other, and other warpgroups in between, so the last few are kept.
 const PreparedB& Prepared(const MmaOptions& options,
@@ -360,8 +374,7 @@ const PreparedB& Prepared(const MmaOptions& options,
   thread_local std::vector<PreparedB> kept(kKept);
   thread_local size_t next = 0;
   for (const PreparedB& one : kept) {
-    bool same =
-        one.count == count && one.type == options.b_type && one.negate == options.negate_b;
+    bool same = one.count == count && one.type == options.b_type && one.negate == options.negate_b;
     for (int n = 0; same && n < count; ++n) {
       const uint16_t* row = operands.b + (first + n) * operands.b_stride;
       same = std::memcmp(one.source[n], row, sizeof(one.source[n])) == 0;
@@ -373,8 +386,7 @@ const PreparedB& Prepared(const MmaOptions& options,
   b.type = options.b_type;
   b.negate = options.negate_b;
   for (int n = 0; n < count; ++n) {
-    std::memcpy(
-        b.source[n], operands.b + (first + n) * operands.b_stride, sizeof(b.source[n]));
+    std::memcpy(b.source[n], operands.b + (first + n) * operands.b_stride, sizeof(b.source[n]));
   }
   PrepareB(&b);
   return b;
@@ -387,7 +399,8 @@ __m256 CanonicalNans(__m256 x) {
   return _mm256_blendv_ps(x, nan, _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
 }
 
-// kRows rows and 8 * kVectors columns, held in registers over the 16 steps of k.
+// kRows rows and 8 * kVectors columns, held in registers over the 16 steps of k: only arrays whose
+// loops are unrolled are.
 template <int kRows, int kVectors>
 void ChainBlock(const float* a,
                 const float* b,
@@ -396,20 +409,27 @@ void ChainBlock(const float* a,
                 ptrdiff_t d_stride,
                 bool accumulate) {
   __m256 sums[kRows][kVectors];
+#pragma GCC unroll 8
   for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 8
     for (int j = 0; j < kVectors; ++j) {
       sums[i][j] = accumulate ? _mm256_loadu_ps(d + i * d_stride + 8 * j) : _mm256_setzero_ps();
     }
   }
   for (int k = 0; k < kMmaK; ++k) {
     __m256 columns[kVectors];
+#pragma GCC unroll 8
     for (int j = 0; j < kVectors; ++j) columns[j] = _mm256_load_ps(b + k * b_stride + 8 * j);
+#pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) {
       const __m256 x = _mm256_set1_ps(a[i * kMmaK + k]);
+#pragma GCC unroll 8
       for (int j = 0; j < kVectors; ++j) sums[i][j] = _mm256_fmadd_ps(x, columns[j], sums[i][j]);
     }
   }
+#pragma GCC unroll 8
   for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 8
     for (int j = 0; j < kVectors; ++j) {
       _mm256_storeu_ps(d + i * d_stride + 8 * j, CanonicalNans(sums[i][j]));
     }
@@ -509,7 +529,7 @@ void MmaHopper(const MmaOptions& options, const MmaOperands& operands) {
                                    : _mm256_permute2x128_si256(largest, largest, 0x11);
         const __m256i of_vector = _mm256_cvtepi16_epi32(_mm256_castsi256_si128(largest));
         alignas(32) float old[8] = {};
-        if (options.accumulate) std::memcpy(old, d + column, sizeof(float) * width);
+        if (options.accumulate) CopyFloats(old, d + column, width);
         const __m256 c = _mm256_load_ps(old);
         const __m256 result = moderate ? HopperVector<true>(row, b, column, of_vector, c)
                                        : HopperVector<false>(row, b, column, of_vector, c);
@@ -527,7 +547,7 @@ void MmaHopper(const MmaOptions& options, const MmaOperands& operands) {
             results[j] = HopperElement(options, a, other, old[j]);
           }
         }
-        std::memcpy(d + column, results, sizeof(float) * width);
+        CopyFloats(d + column, results, width);
       }
     }
   }
