@@ -3,6 +3,8 @@
 //
 // Source: PTX ISA 9.0, 9.7.14 (mma, ldmatrix, stmatrix), 9.7.15 (wgmma).
 
+#include <immintrin.h>
+
 #include <algorithm>
 #include <bit>
 #include <cstring>
@@ -30,24 +32,33 @@ void GatherA(const Context& context, const Ref* refs, uint16_t* a) {
 }
 
 // Accumulators of a warp: 16 rows by n columns, register i of lane l at row l/4 + 8 (i/2 % 2),
-// column 8 (i/4) + l%4 * 2 + i%2.
+// column 8 (i/4) + l%4 * 2 + i%2. So two registers of four lanes are eight columns of a row.
 void GatherD(const Context& context, const Ref* refs, uint32_t count, int n, float* d) {
-  for (uint32_t i = 0; i < count; ++i) {
-    const uint32_t* row = context.Row(refs[i]);
-    for (int lane = 0; lane < kLanes; ++lane) {
-      d[(lane / 4 + 8 * (i / 2 % 2)) * n + 8 * (i / 4) + lane % 4 * 2 + i % 2] =
-          std::bit_cast<float>(row[lane]);
+  for (uint32_t i = 0; i < count; i += 2) {
+    const auto* even = reinterpret_cast<const float*>(context.Row(refs[i]));
+    const auto* odd = reinterpret_cast<const float*>(context.Row(refs[i + 1]));
+    float* to = d + 8 * (i / 2 % 2) * n + 8 * (i / 4);
+    for (int lane = 0; lane < kLanes; lane += 8) {
+      const __m256 x = _mm256_loadu_ps(even + lane), y = _mm256_loadu_ps(odd + lane);
+      const __m256 left = _mm256_unpacklo_ps(x, y), right = _mm256_unpackhi_ps(x, y);
+      _mm256_storeu_ps(to + lane / 4 * n, _mm256_permute2f128_ps(left, right, 0x20));
+      _mm256_storeu_ps(to + (lane / 4 + 1) * n, _mm256_permute2f128_ps(left, right, 0x31));
     }
   }
 }
 
 void ScatterD(Context& context, const Ref* refs, uint32_t count, int n, const float* d) {
-  for (uint32_t i = 0; i < count; ++i) {
-    if (!refs[i]) continue;
-    uint32_t* row = context.MutableRow(refs[i]);
-    for (int lane = 0; lane < kLanes; ++lane) {
-      row[lane] = std::bit_cast<uint32_t>(
-          d[(lane / 4 + 8 * (i / 2 % 2)) * n + 8 * (i / 4) + lane % 4 * 2 + i % 2]);
+  for (uint32_t i = 0; i < count; i += 2) {
+    auto* even = refs[i] ? reinterpret_cast<float*>(context.MutableRow(refs[i])) : nullptr;
+    auto* odd = refs[i + 1] ? reinterpret_cast<float*>(context.MutableRow(refs[i + 1])) : nullptr;
+    const float* from = d + 8 * (i / 2 % 2) * n + 8 * (i / 4);
+    for (int lane = 0; lane < kLanes; lane += 8) {
+      const __m256 x = _mm256_loadu_ps(from + lane / 4 * n);
+      const __m256 y = _mm256_loadu_ps(from + (lane / 4 + 1) * n);
+      const __m256 left = _mm256_permute2f128_ps(x, y, 0x20);
+      const __m256 right = _mm256_permute2f128_ps(x, y, 0x31);
+      if (even != nullptr) _mm256_storeu_ps(even + lane, _mm256_shuffle_ps(left, right, 0x88));
+      if (odd != nullptr) _mm256_storeu_ps(odd + lane, _mm256_shuffle_ps(left, right, 0xdd));
     }
   }
 }

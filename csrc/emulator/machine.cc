@@ -208,7 +208,7 @@ uint64_t Machine::BytesOfCluster() const {
   const uint64_t ranks = Product(launch_.cluster);
   const uint64_t slots = uint64_t{SlotsOfCta()} * ranks;
   const uint64_t shared = DynamicStart(program) + launch_.dynamic_shared_bytes + 16;
-  const uint64_t shadow = options_.check_races ? shared / 4 * sizeof(Cell) : 0;
+  const uint64_t shadow = options_.check_races ? shared / 4 * Shadow::kCellBytes : 0;
   const uint64_t groups = kLanes * (sizeof(BulkGroup) + 96);
   const uint64_t registers = uint64_t{program.register_rows} * kRowWords * 4 +
                              program.predicates * 4 +

@@ -2,6 +2,7 @@
 
 #include <immintrin.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstddef>
@@ -180,44 +181,114 @@ uint16_t SelectHalf(HalfType type, uint16_t a, uint16_t b, MinMaxMode mode) {
 
 // ---- Tables ----
 
-// Significands of a function, one for each of 2^23 arguments: the least of each 128, and the rest
-// as bytes, because neighbours differ by at most 2. 8.3 MB, which a cache can hold; floats could
-// not.
-struct SignificandTable {
-  static constexpr int kBlock = 128;
-  std::vector<uint32_t> least;
-  std::vector<uint8_t> above;
+constexpr size_t kArguments = size_t{1} << 23;
 
-  uint32_t operator[](uint32_t i) const { return least[i / kBlock] + above[i]; }
+// Significands of a function, one for each of 2^23 arguments. The hardware interpolates, and is so
+// near to a quadratic in each of 128 segments that this, truncated, is the significand or one less:
+// a bit of each argument says which. 1 MB, which a cache can hold; floats could not.
+class SignificandTable {
+ public:
+  SignificandTable() = default;
+  // From the steps to the significands that `base` gives.
+  template <typename Base>
+  SignificandTable(std::span<const uint8_t> steps, Base base)
+      : segments_(kArguments / kSegment), one_more_(kArguments / 32) {
+    std::vector<int32_t> values(kSegment);
+    for (size_t first = 0; first < kArguments; first += kSegment) {
+      for (size_t i = 0; i < kSegment; ++i) {
+        const int8_t step = static_cast<int8_t>(steps[first + i]);
+        if (step < -1 || step > 1) throw std::invalid_argument("a table holds a step beyond 1");
+        const double argument = static_cast<double>(kArguments + first + i) / kArguments;
+        values[i] = static_cast<int32_t>(base(argument)) + step;
+      }
+      const Segment segment = Fit(values);
+      segments_[first / kSegment] = segment;
+      for (size_t i = 0; i < kSegment; ++i) {
+        const int32_t above = values[i] - segment.Value(static_cast<float>(i));
+        if (above < 0 || above > 1) throw std::invalid_argument("a table is not smooth");
+        one_more_[(first + i) / 32] |= static_cast<uint32_t>(above) << i % 32;
+      }
+    }
+  }
+
+  uint32_t operator[](uint32_t i) const {
+    const int32_t value = segments_[i / kSegment].Value(static_cast<float>(i % kSegment));
+    return static_cast<uint32_t>(value) + (one_more_[i / 32] >> i % 32 & 1);
+  }
+
+  // The same for 32 arguments.
+  void Look32(uint32_t* values, const uint32_t* arguments) const {
+    const auto* const bits = reinterpret_cast<const int*>(one_more_.data());
+    for (int lane = 0; lane < kLanes; lane += 8) {
+      const auto load = [&](int i) {
+        const auto at = [&](int j) {
+          return _mm_load_ps(&segments_[arguments[lane + j] / kSegment].constant);
+        };
+        return _mm256_set_m128(at(i + 4), at(i));
+      };
+      const __m256 row0 = load(0), row1 = load(1), row2 = load(2), row3 = load(3);
+      const __m256 low01 = _mm256_unpacklo_ps(row0, row1), low23 = _mm256_unpacklo_ps(row2, row3);
+      const __m256 high01 = _mm256_unpackhi_ps(row0, row1), high23 = _mm256_unpackhi_ps(row2, row3);
+      const __m256 constant = _mm256_shuffle_ps(low01, low23, 0x44);
+      const __m256 linear = _mm256_shuffle_ps(low01, low23, 0xee);
+      const __m256 square = _mm256_shuffle_ps(high01, high23, 0x44);
+      const __m256i least = _mm256_castps_si256(_mm256_shuffle_ps(high01, high23, 0xee));
+      const __m256i i = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(arguments + lane));
+      const __m256 x = _mm256_cvtepi32_ps(_mm256_and_si256(i, _mm256_set1_epi32(kSegment - 1)));
+      const __m256i above =
+          _mm256_cvttps_epi32(_mm256_fmadd_ps(_mm256_fmadd_ps(square, x, linear), x, constant));
+      const __m256i word = _mm256_i32gather_epi32(bits, _mm256_srli_epi32(i, 5), 4);
+      const __m256i bit =
+          _mm256_and_si256(_mm256_srlv_epi32(word, _mm256_and_si256(i, _mm256_set1_epi32(31))),
+                           _mm256_set1_epi32(1));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(values + lane),
+                          _mm256_add_epi32(_mm256_add_epi32(least, above), bit));
+    }
+  }
+
+ private:
+  static constexpr int32_t kSegment = 1 << 16;
+
+  struct alignas(16) Segment {
+    float constant, linear, square;
+    int32_t least;  // below all values, so that the quadratic is positive and what is cut off small
+
+    int32_t Value(float x) const {
+      return least + static_cast<int32_t>(std::fma(std::fma(square, x, linear), x, constant));
+    }
+  };
+
+  // The quadratic of least squares. A sample of the values is enough.
+  static Segment Fit(const std::vector<int32_t>& values) {
+    constexpr int32_t kApart = 16, kCount = kSegment / kApart;
+    const int32_t least = *std::min_element(values.begin(), values.end()) - 2;
+    const double middle = (kSegment - kApart) / 2.0;
+    double squares = 0, fourths = 0, sum = 0, moment = 0, second_moment = 0;
+    for (int32_t i = 0; i < kSegment; i += kApart) {
+      const double x = i - middle, value = values[i] - least;
+      squares += x * x;
+      fourths += x * x * x * x;
+      sum += value;
+      moment += value * x;
+      second_moment += value * x * x;
+    }
+    const double square =
+        (second_moment - sum * squares / kCount) / (fourths - squares * squares / kCount);
+    const double slope = moment / squares;
+    const double mean = (sum - square * squares) / kCount;
+    return {static_cast<float>(mean - slope * middle + square * middle * middle),
+            static_cast<float>(slope - 2 * square * middle),
+            static_cast<float>(square),
+            least};
+  }
+
+  std::vector<Segment> segments_;
+  std::vector<uint32_t> one_more_;  // a bit for each argument
 };
 
-constexpr size_t kArguments = size_t{1} << 23;
 SignificandTable ex2_table;
 SignificandTable rcp_table;
 bool tables_are_loaded = false;
-
-template <typename Base>
-SignificandTable MakeTable(std::span<const uint8_t> steps, Base base) {
-  SignificandTable table;
-  table.least.resize(kArguments / SignificandTable::kBlock);
-  table.above.resize(kArguments);
-  std::array<uint32_t, SignificandTable::kBlock> block;
-  for (size_t i = 0; i < kArguments; i += block.size()) {
-    uint32_t least = std::numeric_limits<uint32_t>::max();
-    for (size_t j = 0; j < block.size(); ++j) {
-      const int8_t step = static_cast<int8_t>(steps[i + j]);
-      if (step < -1 || step > 1) throw std::invalid_argument("a table holds a step beyond 1");
-      block[j] = base(static_cast<double>(kArguments + i + j) / kArguments) + step;
-      least = std::min(least, block[j]);
-    }
-    table.least[i / block.size()] = least;
-    for (size_t j = 0; j < block.size(); ++j) {
-      if (block[j] - least > 255) throw std::invalid_argument("a table is not smooth");
-      table.above[i + j] = static_cast<uint8_t>(block[j] - least);
-    }
-  }
-  return table;
-}
 
 // ---- gzip (RFC 1951 and 1952), so that the emulator needs no library for two files ----
 
@@ -563,10 +634,10 @@ void LoadTables(std::span<const uint8_t> ex2, std::span<const uint8_t> rcp) {
   const DefaultFloatEnvironment environment;
   // No result lies so near to the middle of two floats that double precision could err: the test
   // compares all of them with extended precision.
-  SignificandTable exponentials = MakeTable(Steps(ex2), [](double x) {
+  SignificandTable exponentials(Steps(ex2), [](double x) {
     return static_cast<uint32_t>(static_cast<float>(std::exp2(x)) * 0x1p22f);
   });
-  SignificandTable reciprocals = MakeTable(Steps(rcp), [](double x) {
+  SignificandTable reciprocals(Steps(rcp), [](double x) {
     return static_cast<uint32_t>(static_cast<float>(1 / x) * 0x1p24f);
   });
   ex2_table = std::move(exponentials);
@@ -786,7 +857,7 @@ void Ex2Approx32(float* d, const float* x) {
     const uint32_t whole = fixed >> 23;
     exponent[i] = (((whole ^ negative) - (negative & ~inexact)) + 126) << 23;
   }
-  for (int i = 0; i < kLanes; ++i) significand[i] = ex2_table[fraction[i]];
+  ex2_table.Look32(significand, fraction);
   LANES_MAY_ALIAS_EXACTLY
   for (int i = 0; i < kLanes; ++i) {
     const uint32_t bits = Bits(x[i]);

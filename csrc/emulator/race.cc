@@ -183,23 +183,17 @@ void VectorClock::JoinAbroad(const std::shared_ptr<const Abroad>& other) {
 
 // ---- Memory of a cluster
 
-// Whether accesses may rely on earlier ones; and if not, why. Neighbouring cells mostly have the
-// same history, so the last access found in order is remembered.
+// Whether an access may rely on earlier ones; and if not, why.
 class Shadow::Order {
  public:
   Order(const Access& access, const VectorClock& clock, const Own& own, size_t slots_of_cta)
       : clock_(clock), access_(access), own_(own), slots_of_cta_(slots_of_cta) {}
 
-  bool Holds(const Access& earlier) {
-    if (earlier.time == 0 || (earlier.time == time_ && earlier.slot == last_slot_)) return true;
+  bool Holds(const Access& earlier) const {
+    if (earlier.time == 0) return true;
     if (clock_.seen(earlier.slot) < earlier.time) return Covers(earlier);
-    if (NeedsFences(earlier) && (clock_.published(earlier.slot) < earlier.time ||
-                                 clock_.relied(earlier.slot) < earlier.time)) {
-      return false;
-    }
-    time_ = earlier.time;
-    last_slot_ = earlier.slot;
-    return true;
+    return !NeedsFences(earlier) || (clock_.published(earlier.slot) >= earlier.time &&
+                                     clock_.relied(earlier.slot) >= earlier.time);
   }
 
   // Of an access for which Holds() is false.
@@ -226,104 +220,148 @@ class Shadow::Order {
   const Access& access_;
   const Own own_;
   const size_t slots_of_cta_;
-  uint32_t time_ = 0;
-  Slot last_slot_ = 0;
 };
 
-std::vector<Access>& Shadow::More(Cell& cell) {
-  if (cell.more == 0) {
+std::vector<Access>& Shadow::More(History& history) {
+  if (history.more == 0) {
     if (free_.empty()) {
       more_.emplace_back();
-      cell.more = static_cast<int32_t>(more_.size());
+      history.more = static_cast<int32_t>(more_.size());
     } else {
-      cell.more = free_.back();
+      history.more = free_.back();
       free_.pop_back();
     }
   }
-  return more_[cell.more - 1];
+  return more_[history.more - 1];
 }
 
-void Shadow::Forget(Cell& cell) {
-  if (cell.more == 0) return;
-  more_[cell.more - 1].clear();
-  free_.push_back(cell.more);
-  cell.more = 0;
+void Shadow::Forget(History& history) {
+  if (history.more == 0) return;
+  more_[history.more - 1].clear();
+  free_.push_back(history.more);
+  history.more = 0;
 }
 
-bool Shadow::Read(size_t first,
-                  size_t count,
-                  const Access& access,
-                  const VectorClock& clock,
-                  const Own& own,
-                  Conflict* conflict) {
+uint32_t Shadow::NewHistory() {
+  if (free_histories_.empty()) {
+    histories_.emplace_back();
+    return static_cast<uint32_t>(histories_.size() - 1);
+  }
+  const uint32_t history = free_histories_.back();
+  free_histories_.pop_back();
+  histories_[history] = History();
+  return history;
+}
+
+bool Shadow::Note(
+    const Step& step, size_t first, size_t count, const VectorClock& clock, Conflict* conflict) {
+  if (step != step_) {
+    step_ = step;
+    before_ = after_ = kNone;
+  }
   bool found = false;
-  Order order(access, clock, own, slots_of_cta_);
-  const auto check = [&](const Access& write, size_t i) {
-    if (found) return;
-    if (!order.Holds(write)) {
-      found = true;
-      *conflict = {write, true, order.Why(write), i};
-    } else if (write.time != 0 && access.async && !write.async &&
-               clock.fenced(write.slot) < write.time) {
-      found = true;
-      *conflict = {write, true, Fault::kUnfenced, i};
-    }
-  };
-  for (size_t i = first; i < first + count; ++i) {
-    Cell& cell = cells_[i];
-    check(cell.write, i);
-    if (cell.more != 0) {
-      for (const Access& one : more_[cell.more - 1]) {
-        if (one.write) check(one, i);
+  uint32_t* const cells = cells_.data();
+  for (size_t at = first, end = first + count; at < end;) {
+    const uint32_t before = cells[at];
+    size_t last = at + 1;
+    while (last < end && cells[last] == before) ++last;
+    const auto length = static_cast<uint32_t>(last - at);
+    if (before != before_) {
+      conflicts_ = Conflicts(histories_[before], clock, &conflict_);
+      before_ = before;
+      if (step.replaces() && after_ != kNone) {
+        // As it is.
+      } else if (before != 0 && histories_[before].cells == length) {
+        // No other cells have it.
+        Follow(before, clock);
+        after_ = before;
+      } else {
+        after_ = NewHistory();
+        if (!step.replaces()) {
+          History& after = histories_[after_];
+          after.write = histories_[before].write;
+          after.read = histories_[before].read;
+          if (histories_[before].more != 0) {
+            std::vector<Access>& more = More(after);
+            more = more_[histories_[before].more - 1];
+          }
+        }
+        Follow(after_, clock);
       }
     }
-    if (access.scope != Scope::kNone) {
-      Strong(i, access, clock);
-      continue;
+    if (conflicts_ && !found) {
+      found = true;
+      *conflict = conflict_;
+      conflict->cell = at;
     }
-    if (cell.read.time != 0 && !IsBefore(cell.read, clock)) {
-      std::vector<Access>& more = More(cell);
-      std::erase_if(more, [&](const Access& read) { return !read.write && IsBefore(read, clock); });
-      more.push_back(cell.read);
+    if (before == after_) {
+      // A history that has changed in place is another one for the next access.
+      before_ = kNone;
+    } else {
+      std::fill(cells + at, cells + last, after_);
+      histories_[after_].cells += length;
+      if (before != 0) {
+        histories_[before].cells -= length;
+        if (histories_[before].cells == 0) {
+          Forget(histories_[before]);
+          free_histories_.push_back(before);
+          before_ = kNone;
+        }
+      }
     }
-    cell.read = access;
+    at = last;
   }
   return found;
 }
 
-bool Shadow::Write(size_t first,
-                   size_t count,
-                   const Access& access,
-                   const VectorClock& clock,
-                   const Own& own,
-                   Conflict* conflict) {
-  bool found = false;
-  Order order(access, clock, own, slots_of_cta_);
-  const auto check = [&](const Access& earlier, bool is_write, size_t i) {
-    if (found || order.Holds(earlier)) return;
-    found = true;
-    *conflict = {earlier, is_write, order.Why(earlier), i};
+// Whether this step conflicts with a history, and with what of it.
+bool Shadow::Conflicts(const History& history, const VectorClock& clock, Conflict* conflict) const {
+  const Access& access = step_.access;
+  const Order order(access, clock, step_.own, slots_of_cta_);
+  const auto check = [&](const Access& earlier, bool is_write) {
+    if (!order.Holds(earlier)) {
+      *conflict = {earlier, is_write, order.Why(earlier), 0};
+      return true;
+    }
+    if (!step_.write && earlier.time != 0 && access.async && !earlier.async &&
+        clock.fenced(earlier.slot) < earlier.time) {
+      *conflict = {earlier, true, Fault::kUnfenced, 0};
+      return true;
+    }
+    return false;
   };
-  for (size_t i = first; i < first + count; ++i) {
-    Cell& cell = cells_[i];
-    check(cell.write, true, i);
-    check(cell.read, false, i);
-    if (cell.more != 0) {
-      for (const Access& one : more_[cell.more - 1]) check(one, one.write, i);
-    }
-    if (access.scope != Scope::kNone) {
-      Strong(i, access, clock);
-      continue;
-    }
-    Forget(cell);
-    cell.read = Access();
-    cell.write = access;
+  if (check(history.write, true)) return true;
+  if (step_.write && check(history.read, false)) return true;
+  if (history.more == 0) return false;
+  for (const Access& one : more_[history.more - 1]) {
+    if ((step_.write || one.write) && check(one, one.write)) return true;
   }
-  return found;
+  return false;
 }
 
-void Shadow::Strong(size_t at, const Access& access, const VectorClock& clock) {
-  std::vector<Access>& more = More(cells_[at]);
+// What this step makes of a history.
+void Shadow::Follow(uint32_t history, const VectorClock& clock) {
+  History& one = histories_[history];
+  const Access& access = step_.access;
+  if (access.scope != Scope::kNone) {
+    Strong(one, clock);
+  } else if (step_.write) {
+    Forget(one);
+    one.read = Access();
+    one.write = access;
+  } else {
+    if (one.read.time != 0 && !IsBefore(one.read, clock)) {
+      std::vector<Access>& more = More(one);
+      std::erase_if(more, [&](const Access& read) { return !read.write && IsBefore(read, clock); });
+      more.push_back(one.read);
+    }
+    one.read = access;
+  }
+}
+
+void Shadow::Strong(History& history, const VectorClock& clock) {
+  const Access& access = step_.access;
+  std::vector<Access>& more = More(history);
   std::erase_if(more, [&](const Access& one) {
     return one.scope >= access.scope && (access.write || !one.write) && IsBefore(one, clock);
   });

@@ -14,6 +14,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <bit>
 #include <cstdint>
 #include <cstdlib>
@@ -97,15 +98,21 @@ class VectorClock {
  public:
   VectorClock() = default;
   explicit VectorClock(size_t slots) : times_(4 * slots, 0), slots_(slots) {}
+  // Clocks of the same version have the same times.
+  uint64_t version() const {
+    static std::atomic<uint64_t> last = 0;
+    if (version_ == 0) version_ = ++last;
+    return version_;
+  }
   size_t slots() const { return slots_; }
   bool empty() const { return times_.empty(); }
   uint32_t seen(Slot slot) const { return times_[slot]; }
   uint32_t fenced(Slot slot) const { return times_[slots() + slot]; }
   uint32_t published(Slot slot) const { return times_[2 * slots() + slot]; }
   uint32_t relied(Slot slot) const { return times_[3 * slots() + slot]; }
-  void SetSeen(Slot slot, uint32_t time) { times_[slot] = time; }
-  void SetFenced(Slot slot, uint32_t time) { times_[slots() + slot] = time; }
-  void SetPublished(Slot slot, uint32_t time) { times_[2 * slots() + slot] = time; }
+  void SetSeen(Slot slot, uint32_t time) { Set(slot, time); }
+  void SetFenced(Slot slot, uint32_t time) { Set(slots() + slot, time); }
+  void SetPublished(Slot slot, uint32_t time) { Set(2 * slots() + slot, time); }
   // What another agent has handed over.
   void Join(const VectorClock& other) { JoinFirst(other, 3); }
   // What lanes of one warp know together.
@@ -129,20 +136,27 @@ class VectorClock {
   }
   // tcgen05.fence::after_thread_sync.
   void RelyOnPublished() {
+    version_ = 0;
     const size_t count = slots();
     for (size_t i = 0; i < count; ++i) {
       times_[3 * count + i] = std::max(times_[3 * count + i], times_[2 * count + i]);
     }
   }
   void Clear() {
+    version_ = 0;
     std::fill(times_.begin(), times_.end(), 0);
     abroad_ = nullptr;
   }
 
  private:
+  void Set(size_t at, uint32_t time) {
+    version_ = 0;
+    times_[at] = time;
+  }
   void JoinFirst(const VectorClock& other, size_t kinds) {
     if (other.times_.empty()) return;
     if (times_.empty()) *this = VectorClock(other.slots_);
+    version_ = 0;
     const size_t size = other.slots_ * kinds;
     uint32_t* const to = times_.data();
     const uint32_t* const from = other.times_.data();
@@ -155,6 +169,7 @@ class VectorClock {
   }
   std::vector<uint32_t> times_;
   size_t slots_ = 0;
+  mutable uint64_t version_ = 0;          // 0: none since the times last changed
   std::shared_ptr<const Abroad> abroad_;  // null: nothing; shared with whom it was handed to
 };
 
@@ -183,15 +198,9 @@ struct Access {
   Scope scope : 2 = Scope::kNone;
   bool write : 1 = false;  // of strong ones
   int32_t instruction = -1;
+  bool operator==(const Access&) const = default;
 };
 static_assert(sizeof(Access) == 12);
-
-// The last weak write of a cell, and the accesses since that are not ordered behind each other.
-struct Cell {
-  Access write;
-  Access read;       // of several weak reads, the last; all other accesses are in `more`
-  int32_t more = 0;  // 1 + index of a list, 0 for none
-};
 
 // An array of zeros, whose pages take no memory until they are written.
 template <typename T>
@@ -220,14 +229,18 @@ enum class Fault : uint8_t {
   kUnrelied,     // ordered, but without tcgen05.fence::after_thread_sync
 };
 
-// The cells of one memory of a cluster. A cell of zeros is one without accesses, so that the pages
-// of what a kernel leaves alone are never touched: with all SMs resident these would be hundreds of
-// megabytes.
+// The cells of one memory of a cluster. Most of it is accessed in large pieces, by copies and
+// tensor cores, so that many cells have the same history: a cell holds the number of its history,
+// and an access is checked once for each history that it meets. A cell of zeros is one without
+// accesses, so that the pages of what a kernel leaves alone are never touched.
 class Shadow {
  public:
+  // About what a cell takes: its number, and its part of a history.
+  static constexpr size_t kCellBytes = 28;
+
   Shadow() = default;
   explicit Shadow(size_t cells, size_t slots_of_cta = SIZE_MAX)
-      : cells_(cells), size_(cells), slots_of_cta_(slots_of_cta) {}
+      : cells_(cells), histories_(1), size_(cells), slots_of_cta_(slots_of_cta) {}
 
   struct Conflict {
     Access earlier;
@@ -240,6 +253,7 @@ class Shadow {
   // empty range turns the check of these fences off.
   struct Own {
     Slot first = 0, last = 0;
+    bool operator==(const Own&) const = default;
   };
 
   // Notes a read (or write) of cells [first, first + count) by an agent that has seen `clock`.
@@ -249,28 +263,64 @@ class Shadow {
             const Access& access,
             const VectorClock& clock,
             const Own& own,
-            Conflict* conflict);
+            Conflict* conflict) {
+    return Note({access, own, clock.version(), false}, first, count, clock, conflict);
+  }
   bool Write(size_t first,
              size_t count,
              const Access& access,
              const VectorClock& clock,
              const Own& own,
-             Conflict* conflict);
+             Conflict* conflict) {
+    return Note({access, own, clock.version(), true}, first, count, clock, conflict);
+  }
   size_t size() const { return size_; }
 
  private:
-  Zeros<Cell> cells_;
+  // The last weak write of cells, and the accesses since that are not ordered behind each other.
+  struct History {
+    Access write;
+    Access read;         // of several weak reads, the last; all other accesses are in `more`
+    int32_t more = 0;    // 1 + index of a list, 0 for none
+    uint32_t cells = 0;  // that have it
+  };
+  // What decides, of an access, what it makes of a history.
+  struct Step {
+    Access access;
+    Own own;
+    uint64_t version = 0;  // of the clock
+    bool write = false;
+    bool operator==(const Step&) const = default;
+    // After which nothing is left of a history.
+    bool replaces() const { return write && access.scope == Scope::kNone; }
+  };
+  class Order;
+  static constexpr uint32_t kNone = UINT32_MAX;
+
+  Zeros<uint32_t> cells_;  // index of the history; 0 is that without accesses
+  std::vector<History> histories_;
+  std::vector<uint32_t> free_histories_;
   size_t size_ = 0;
   size_t slots_of_cta_ = SIZE_MAX;
   std::vector<std::vector<Access>> more_;
   std::vector<int32_t> free_;
-  class Order;
+  // The last step, the last history that it met and has not changed in place, whether it conflicts
+  // with that and how, and what it made of that, or, if it replaces, of any.
+  Step step_;
+  uint32_t before_ = kNone, after_ = kNone;
+  bool conflicts_ = false;
+  Conflict conflict_;
 
-  std::vector<Access>& More(Cell& cell);
-  void Forget(Cell& cell);
-  // Notes a strong access of a cell. It puts none of the weak ones out of mind: another strong one,
-  // which it does not race with, may yet race with those.
-  void Strong(size_t at, const Access& access, const VectorClock& clock);
+  bool Note(
+      const Step& step, size_t first, size_t count, const VectorClock& clock, Conflict* conflict);
+  bool Conflicts(const History& history, const VectorClock& clock, Conflict* conflict) const;
+  uint32_t NewHistory();
+  void Follow(uint32_t history, const VectorClock& clock);
+  std::vector<Access>& More(History& history);
+  void Forget(History& history);
+  // Notes a strong access. It puts none of the weak ones out of mind: another strong one, which it
+  // does not race with, may yet race with those.
+  void Strong(History& history, const VectorClock& clock);
 };
 
 // An access of global memory. The cluster's number and the slot say whose.

@@ -119,13 +119,19 @@ struct Row {
   bool moderate;  // every number is 0 or has an exponent of at most kModerateExponent in magnitude
 };
 
-// B of a panel, with k outermost, and which columns hold an infinity or NaN.
+// B of a panel, with k outermost, and which columns hold an infinity or NaN. `source` and what
+// follows say of which operand.
 struct PreparedB {
   alignas(32) float significand[kMmaK][kPanel];
   alignas(32) int32_t exponent[kMmaK][kPanel];
+  alignas(32) int16_t short_exponent[kMmaK][kPanel];
   alignas(32) float value[kMmaK][kPanel];
   std::array<uint8_t, kPanel / 8> special;
   bool moderate;
+  alignas(32) uint16_t source[kPanel][kMmaK];
+  int count = 0;
+  HalfType type;
+  bool negate;
 };
 
 __m256 PowerOfTwo(__m256i biased) { return _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23)); }
@@ -158,20 +164,26 @@ SplitVector SplitAccumulators(__m256 c) {
       _mm256_blendv_epi8(exponent, _mm256_set1_epi32(kZeroExponent), _mm256_castps_si256(is_zero))};
 }
 
-// Eight columns of a row. As HopperElement, with the products scaled to units of 2^(e-25), so that
-// the conversion to integers truncates them. Sums of eight stay below 2^31.
-template <bool kModerate>
-__m256 HopperVector(const Row& a, const PreparedB& b, int column, __m256 c) {
-  const SplitVector accumulator = SplitAccumulators(c);
-  [[maybe_unused]] __m256i exponents[kMmaK];
-  __m256i largest = accumulator.exponent;
+// The largest exponents of a row's products with 16 columns.
+__m256i LargestExponents(const Row& a, const PreparedB& b, int column) {
+  __m256i largest = _mm256_set1_epi16(2 * kZeroExponent);
   for (int k = 0; k < kMmaK; ++k) {
     const __m256i b_exponent =
-        _mm256_load_si256(reinterpret_cast<const __m256i*>(&b.exponent[k][column]));
-    const __m256i sum = _mm256_add_epi32(b_exponent, _mm256_set1_epi32(a.exponent[k]));
-    if constexpr (!kModerate) exponents[k] = sum;
-    largest = _mm256_max_epi32(largest, sum);
+        _mm256_load_si256(reinterpret_cast<const __m256i*>(&b.short_exponent[k][column]));
+    const __m256i a_exponent = _mm256_set1_epi16(static_cast<int16_t>(a.exponent[k]));
+    largest = _mm256_max_epi16(largest, _mm256_add_epi16(a_exponent, b_exponent));
   }
+  return largest;
+}
+
+// Eight columns of a row, of whose products the largest exponents are given. As HopperElement, with
+// the products scaled to units of 2^(e-25), so that the conversion to integers truncates them. Sums
+// of eight stay below 2^31.
+template <bool kModerate>
+__m256 HopperVector(
+    const Row& a, const PreparedB& b, int column, __m256i largest_product, __m256 c) {
+  const SplitVector accumulator = SplitAccumulators(c);
+  const __m256i largest = _mm256_max_epi32(accumulator.exponent, largest_product);
   const __m256i to_scale = _mm256_sub_epi32(_mm256_set1_epi32(kFractionBits + 127), largest);
   const auto scaled = [&](__m256 significand, __m256i exponent) {
     // A field of 0 is a scale of 0: what is so small is truncated away as well.
@@ -198,7 +210,9 @@ __m256 HopperVector(const Row& a, const PreparedB& b, int column, __m256 c) {
     const auto product = [&](int k) {
       const __m256 exact = _mm256_mul_ps(_mm256_set1_ps(a.significand[k]),
                                          _mm256_load_ps(&b.significand[k][column]));
-      return scaled(exact, exponents[k]);
+      const __m256i b_exponent =
+          _mm256_load_si256(reinterpret_cast<const __m256i*>(&b.exponent[k][column]));
+      return scaled(exact, _mm256_add_epi32(b_exponent, _mm256_set1_epi32(a.exponent[k])));
     };
     for (int k = 0; k < kMmaK; k += 2) {
       sum0 = _mm256_add_epi32(sum0, product(k));
@@ -284,27 +298,98 @@ void PrepareRow(HalfType type, bool negate, const uint16_t* source, Row* row) {
   row->moderate = row->finite && _mm256_testz_si256(beyond, beyond);
 }
 
-void PrepareB(
-    const MmaOptions& options, const MmaOperands& operands, int first, int count, PreparedB* b) {
+// Turns eight vectors of eight elements into columns.
+void Transpose(const float* rows, ptrdiff_t stride, float* columns, ptrdiff_t columns_stride) {
+  __m256 pairs[8], quads[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i += 2) {
+    const __m256 x = _mm256_loadu_ps(rows + i * stride);
+    const __m256 y = _mm256_loadu_ps(rows + (i + 1) * stride);
+    pairs[i] = _mm256_unpacklo_ps(x, y);
+    pairs[i + 1] = _mm256_unpackhi_ps(x, y);
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i += 4) {
+#pragma GCC unroll 8
+    for (int j = 0; j < 2; ++j) {
+      quads[i + 2 * j] = _mm256_shuffle_ps(pairs[i + j], pairs[i + 2 + j], 0x44);
+      quads[i + 2 * j + 1] = _mm256_shuffle_ps(pairs[i + j], pairs[i + 2 + j], 0xee);
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < 4; ++i) {
+    _mm256_storeu_ps(columns + i * columns_stride,
+                     _mm256_permute2f128_ps(quads[i], quads[i + 4], 0x20));
+    _mm256_storeu_ps(columns + (i + 4) * columns_stride,
+                     _mm256_permute2f128_ps(quads[i], quads[i + 4], 0x31));
+  }
+}
+
+void PrepareB(PreparedB* b) {
   b->special.fill(0);
   b->moderate = true;
-  Row row;
-  for (int n = 0; n < (count + 7) / 8 * 8; ++n) {
-    if (n < count) {
-      PrepareRow(
-          options.b_type, options.negate_b, operands.b + (first + n) * operands.b_stride, &row);
-    } else {
+  for (int first = 0; first < b->count; first += 8) {
+    Row rows[8];
+    for (int n = 0; n < 8; ++n) {
       static constexpr uint16_t kZeros[kMmaK] = {};
-      PrepareRow(options.b_type, false, kZeros, &row);
+      Row& row = rows[n];
+      const uint16_t* source = first + n < b->count ? b->source[first + n] : kZeros;
+      PrepareRow(b->type, b->negate, source, &row);
+      if (!row.finite) b->special[first / 8] |= static_cast<uint8_t>(1 << n);
+      b->moderate &= row.moderate;
+    }
+    constexpr ptrdiff_t kStride = sizeof(Row) / sizeof(float);
+    for (int k = 0; k < kMmaK; k += 8) {
+      Transpose(rows[0].significand + k, kStride, &b->significand[k][first], kPanel);
+      Transpose(rows[0].value + k, kStride, &b->value[k][first], kPanel);
+      Transpose(reinterpret_cast<const float*>(rows[0].exponent + k),
+                kStride,
+                reinterpret_cast<float*>(&b->exponent[k][first]),
+                kPanel);
     }
     for (int k = 0; k < kMmaK; ++k) {
-      b->significand[k][n] = row.significand[k];
-      b->exponent[k][n] = row.exponent[k];
-      b->value[k][n] = row.value[k];
+      for (int n = first; n < first + 8; ++n) {
+        b->short_exponent[k][n] = static_cast<int16_t>(b->exponent[k][n]);
+      }
     }
-    if (!row.finite) b->special[n / 8] |= static_cast<uint8_t>(1 << n % 8);
-    b->moderate &= row.moderate;
   }
+}
+
+// Up to eight of them.
+void CopyFloats(float* to, const float* from, int count) {
+  if (count == 8) {
+    std::memcpy(to, from, 8 * sizeof(float));  // of a constant size, which needs no call
+  } else {
+    std::memcpy(to, from, sizeof(float) * count);
+  }
+}
+
+// Columns [first, first + count) of B. The four warps of a warpgroup multiply by the same B one
+// after the other, and other warpgroups in between, so the last few are kept.
+const PreparedB& Prepared(const MmaOptions& options,
+                          const MmaOperands& operands,
+                          int first,
+                          int count) {
+  static constexpr size_t kKept = 4;
+  thread_local std::vector<PreparedB> kept(kKept);
+  thread_local size_t next = 0;
+  for (const PreparedB& one : kept) {
+    bool same = one.count == count && one.type == options.b_type && one.negate == options.negate_b;
+    for (int n = 0; same && n < count; ++n) {
+      const uint16_t* row = operands.b + (first + n) * operands.b_stride;
+      same = std::memcmp(one.source[n], row, sizeof(one.source[n])) == 0;
+    }
+    if (same) return one;
+  }
+  PreparedB& b = kept[next++ % kKept];
+  b.count = count;
+  b.type = options.b_type;
+  b.negate = options.negate_b;
+  for (int n = 0; n < count; ++n) {
+    std::memcpy(b.source[n], operands.b + (first + n) * operands.b_stride, sizeof(b.source[n]));
+  }
+  PrepareB(&b);
+  return b;
 }
 
 // ---- Blackwell ----
@@ -314,7 +399,8 @@ __m256 CanonicalNans(__m256 x) {
   return _mm256_blendv_ps(x, nan, _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
 }
 
-// kRows rows and 8 * kVectors columns, held in registers over the 16 steps of k.
+// kRows rows and 8 * kVectors columns, held in registers over the 16 steps of k: only arrays whose
+// loops are unrolled are.
 template <int kRows, int kVectors>
 void ChainBlock(const float* a,
                 const float* b,
@@ -323,20 +409,27 @@ void ChainBlock(const float* a,
                 ptrdiff_t d_stride,
                 bool accumulate) {
   __m256 sums[kRows][kVectors];
+#pragma GCC unroll 8
   for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 8
     for (int j = 0; j < kVectors; ++j) {
       sums[i][j] = accumulate ? _mm256_loadu_ps(d + i * d_stride + 8 * j) : _mm256_setzero_ps();
     }
   }
   for (int k = 0; k < kMmaK; ++k) {
     __m256 columns[kVectors];
+#pragma GCC unroll 8
     for (int j = 0; j < kVectors; ++j) columns[j] = _mm256_load_ps(b + k * b_stride + 8 * j);
+#pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) {
       const __m256 x = _mm256_set1_ps(a[i * kMmaK + k]);
+#pragma GCC unroll 8
       for (int j = 0; j < kVectors; ++j) sums[i][j] = _mm256_fmadd_ps(x, columns[j], sums[i][j]);
     }
   }
+#pragma GCC unroll 8
   for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 8
     for (int j = 0; j < kVectors; ++j) {
       _mm256_storeu_ps(d + i * d_stride + 8 * j, CanonicalNans(sums[i][j]));
     }
@@ -419,24 +512,27 @@ void MmaHopperReference(const MmaOptions& options, const MmaOperands& operands) 
 }
 
 void MmaHopper(const MmaOptions& options, const MmaOperands& operands) {
-  PreparedB b;
   Row row;
   const __m256 exponent_field = _mm256_castsi256_ps(_mm256_set1_epi32(0x7f800000));
   for (int first = 0; first < operands.n; first += kPanel) {
     const int count = std::min(operands.n - first, kPanel);
-    PrepareB(options, operands, first, count, &b);
+    const PreparedB& b = Prepared(options, operands, first, count);
     for (int i = 0; i < operands.m; ++i) {
       const uint16_t* a = operands.a + i * operands.a_stride;
       PrepareRow(options.a_type, options.negate_a, a, &row);
       const bool moderate = row.moderate && b.moderate;
       float* d = operands.d + i * operands.d_stride + first;
+      __m256i largest = _mm256_setzero_si256();
       for (int column = 0; column < count; column += 8) {
         const int width = std::min(count - column, 8);
+        largest = column % 16 == 0 ? LargestExponents(row, b, column)
+                                   : _mm256_permute2x128_si256(largest, largest, 0x11);
+        const __m256i of_vector = _mm256_cvtepi16_epi32(_mm256_castsi256_si128(largest));
         alignas(32) float old[8] = {};
-        if (options.accumulate) std::memcpy(old, d + column, sizeof(float) * width);
+        if (options.accumulate) CopyFloats(old, d + column, width);
         const __m256 c = _mm256_load_ps(old);
-        const __m256 result = moderate ? HopperVector<true>(row, b, column, c)
-                                       : HopperVector<false>(row, b, column, c);
+        const __m256 result = moderate ? HopperVector<true>(row, b, column, of_vector, c)
+                                       : HopperVector<false>(row, b, column, of_vector, c);
         const __m256i special_c =
             _mm256_cmpeq_epi32(_mm256_castps_si256(_mm256_and_ps(c, exponent_field)),
                                _mm256_castps_si256(exponent_field));
@@ -451,7 +547,7 @@ void MmaHopper(const MmaOptions& options, const MmaOperands& operands) {
             results[j] = HopperElement(options, a, other, old[j]);
           }
         }
-        std::memcpy(d + column, results, sizeof(float) * width);
+        CopyFloats(d + column, results, width);
       }
     }
   }
@@ -463,10 +559,13 @@ void MmaBlackwell(const MmaOptions& options, const MmaOperands& operands) {
   alignas(32) float a[kRowBlock][kMmaK];
   for (int first = 0; first < operands.n; first += kPanel) {
     const int count = std::min(operands.n - first, kPanel);
-    for (int n = 0; n < count; ++n) {
-      float row[kMmaK];
-      Widen(options.b_type, options.negate_b, operands.b + (first + n) * operands.b_stride, row);
-      for (int k = 0; k < kMmaK; ++k) b[k][n] = row[k];
+    for (int n = 0; n < count; n += 8) {
+      float rows[8][kMmaK] = {};
+      for (int i = 0; i < std::min(8, count - n); ++i) {
+        const uint16_t* source = operands.b + (first + n + i) * operands.b_stride;
+        Widen(options.b_type, options.negate_b, source, rows[i]);
+      }
+      for (int k = 0; k < kMmaK; k += 8) Transpose(rows[0] + k, kMmaK, &b[k][n], kPanel);
     }
     for (int top = 0; top < operands.m; top += kRowBlock) {
       const int rows = std::min(operands.m - top, kRowBlock);
