@@ -734,7 +734,7 @@ uint32_t FloatToTf32(float x, Tf32Rounding rounding, bool relu, bool satfinite) 
     if (satfinite && (bits & 0x7fffffff) >= 0x7f800000) bits -= 0x2000;
     return bits;
   }
-  if (IsNanBits(bits)) return kCanonicalNanBits;
+  if (IsNanBits(bits)) return kCanonicalNanBits & 0xffffe000;
   if (rounding == Tf32Rounding::kNearestEven) bits += 0xfff + (bits >> 13 & 1);
   bits &= 0xffffe000;
   if (relu && bits >> 31) return 0;
