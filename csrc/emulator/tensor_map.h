@@ -98,7 +98,7 @@ constexpr uint32_t TileExtent(const TensorMap& map, int dimension) {
 uint32_t TileBytes(const TensorMap& map);
 
 // Bytes from one row of a tile to the next in shared memory. With a swizzle it is the swizzle's
-// width: narrower rows leave the rest of it alone, as far as is known. An H200 places rows so.
+// width, of which narrower rows leave the rest alone. An H200 does so.
 uint32_t RowPitch(const TensorMap& map);
 
 // Bytes of shared memory in which a tile lies. It starts at a multiple of 128.
