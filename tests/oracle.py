@@ -221,7 +221,8 @@ def _values_and_spreads(call: _Call) -> tuple[Results, Results]:
 
     Arrays are (B, K, G, T or S, ...). `x2` is the square of the error to expect of x in unit roundoffs of the operands'
     dtype; `r2` is the square of the compute dtype's roundoff in that unit. Rounding a value x adds x**2; a sum has the
-    errors of its terms and the roundings of its partial sums.
+    errors of its terms and the roundings of its partial sums. Equal keys have equal logits, with equal errors: `m` such
+    terms add to at most m times what they would if they were independent. So do equal queries.
     """
     batch, rows, heads, width = call.query.shape
     keys, kv_heads, value_width = call.value.shape[1:]
@@ -243,6 +244,11 @@ def _values_and_spreads(call: _Call) -> tuple[Results, Results]:
         """
         return r2 * count * (x**2 / 3 + squares / 6)
 
+    many_keys, many_rows = _multiplicity(k), _multiplicity(q)
+    if call.bias is not None:
+        many_keys = many_keys if call.bias.shape[3] == 1 else np.ones_like(many_keys)
+        many_rows = many_rows if call.bias.shape[2] == 1 else np.ones_like(many_rows)
+    many_keys, many_rows = many_keys[..., None, :], many_rows[..., None]
     keys_of_row = seen.sum(-1)
     rows_of_key = np.moveaxis(seen.sum((2, 3))[..., None], 1, 2)
     dots = q @ k.mT
@@ -266,7 +272,7 @@ def _values_and_spreads(call: _Call) -> tuple[Results, Results]:
     total = np.where(some, weights.sum(-1), 1)
     lse = np.where(some, np.log(total) + top, -np.inf)
     probs = weights / total[..., None]
-    lse2 = (probs**2 * logits2).sum(-1) + sums2(some, (probs**2).sum(-1), keys_of_row)
+    lse2 = (probs**2 * logits2 * many_keys).sum(-1) + sums2(some, (probs**2).sum(-1), keys_of_row)
     lse2 = lse2 + r2 * np.where(some, lse, 0) ** 2
     exponents = np.where(seen, logits - np.where(some, lse, 0)[..., None], 0)
     probs2 = probs**2 * (1 + logits2 + r2 * exponents**2) + flushed2
@@ -280,19 +286,19 @@ def _values_and_spreads(call: _Call) -> tuple[Results, Results]:
     heavy, heavy2 = probs * share[..., None], probs2 * share[..., None] ** 2
     out = heavy @ v
     acc2 = sums2(out, heavy**2 @ v**2, keys_of_row[..., None])
-    out2 = heavy2 @ v**2 + lse2[..., None] * out**2 + acc2
+    out2 = (heavy2 * many_keys) @ v**2 + lse2[..., None] * out**2 + acc2
 
     dheavy = dout @ v.mT
     dheavy2 = dheavy**2 + sums2(dheavy, dout**2 @ v.mT**2, value_width)
     delta = (dout * out).sum(-1)
     # The elements of out share the errors of probabilities and lse, but not the roundings of their own sums.
-    delta2 = (heavy2 * dheavy**2).sum(-1) + lse2 * delta**2 + (dout**2 * (out**2 + acc2)).sum(-1)
+    delta2 = (heavy2 * dheavy**2 * many_keys).sum(-1) + lse2 * delta**2 + (dout**2 * (out**2 + acc2)).sum(-1)
     delta2 = delta2 + sums2(delta, (dout**2 * out**2).sum(-1), value_width)
     centred = dheavy - delta[..., None]
     dlogits = heavy * centred + probs * dlse[..., None]
     dlogits2 = heavy2 * centred**2 + heavy**2 * dheavy2 + probs2 * dlse[..., None] ** 2 + flushed2
     ddelta, dcapped = heavy * slope, dlogits * slope
-    dcapped2 = dlogits2 * slope**2 + dlogits**2 * slope2
+    dcapped2 = dlogits2 * slope**2 + dlogits**2 * slope2 + flushed2
     dsinks, dsinks2 = -of_sink * delta, of_sink**2 * (delta2 + delta**2 * (r2 + share**2 * lse2))
 
     def with_row_errors(own2: np.ndarray, by_delta: np.ndarray, by_lse: np.ndarray) -> np.ndarray:
@@ -316,12 +322,14 @@ def _values_and_spreads(call: _Call) -> tuple[Results, Results]:
         return x.reshape(*call.visible.shape[:3], x.shape[-1]).sum(axes, keepdims=True)
 
     dq, dk, dv = scale * (dcapped @ k), key_result(scale * (dcapped.mT @ q)), key_result(heavy.mT @ dout)
-    dq2 = scale**2 * with_row_errors(dcapped2 @ k**2, ddelta @ k, dcapped @ k)
+    dq2 = scale**2 * with_row_errors((dcapped2 * many_keys) @ k**2, ddelta @ k, dcapped @ k)
     dq2 = dq2 + sums2(dq, scale**2 * (dcapped**2 @ k**2), keys_of_row[..., None])
-    dk2 = scale**2 * (with_row_errors(dcapped2, ddelta, dcapped).mT @ q**2)
-    dv2 = with_row_errors(heavy2, np.zeros_like(heavy), heavy).mT @ dout**2
+    dk2 = scale**2 * ((with_row_errors(dcapped2, ddelta, dcapped) * many_rows).mT @ q**2)
+    dv2 = (with_row_errors(heavy2, np.zeros_like(heavy), heavy) * many_rows).mT @ dout**2
     dscale2 = with_row_errors(
-        (dcapped2 * dots**2 + dcapped**2 * dots2).sum(-1), (ddelta * dots).sum(-1), (dcapped * dots).sum(-1)
+        ((dcapped2 * dots**2 + dcapped**2 * dots2) * many_keys).sum(-1),
+        (ddelta * dots).sum(-1),
+        (dcapped * dots).sum(-1),
     )
     values = {
         "out": row_result(out),
@@ -390,6 +398,16 @@ def _is_differentiable(x: Any) -> bool:
 def _unit(dtype: np.dtype) -> float:
     """The unit roundoff: the largest relative error of rounding to nearest."""
     return float(jnp.finfo(dtype).eps) / 2
+
+
+def _multiplicity(x: np.ndarray) -> np.ndarray:
+    """How many rows of a (..., rows, width) array equal each of its rows."""
+    lead, (rows, width) = x.shape[:-2], x.shape[-2:]
+    counts = np.ones((int(np.prod(lead)), rows))
+    for many, one in zip(counts, x.reshape(-1, rows, width), strict=True) if rows and width else ():
+        _, inverse, count = np.unique(one, axis=0, return_inverse=True, return_counts=True)
+        many[:] = count[inverse.reshape(-1)]
+    return counts.reshape(*lead, rows)
 
 
 @functools.cache
