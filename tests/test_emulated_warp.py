@@ -156,6 +156,74 @@ def test_redux_of_floats(name: str, absolute: bool, nan: bool, holes: int) -> No
         np.testing.assert_array_equal(actual.view(np.float32), expected)
 
 
+# Of lanes 0 to 15 the lower half of the warp, of the others the upper one.
+HALF = "setp.lt.u32 %p0, %r60, 16; selp.b32 %r61, 0xffff, 0xffff0000, %p0;"
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("shfl.sync.bfly.b32 %r0, %r60, 1, 0x101f, %r61;", LANES ^ 1),
+        ("shfl.sync.idx.b32 %r0, %r60, 3, 0x101f, %r61;", LANES // 16 * 16 + 3),
+        ("vote.sync.ballot.b32 %r0, %p2, %r61;", np.where(LANES < 16, 0xAAAA, 0xAAAA0000)),
+        ("redux.sync.add.u32 %r0, %r60, %r61;", np.where(LANES < 16, 120, 376)),
+        ("match.any.sync.b32 %r0, %r5, %r61;", np.where(LANES < 16, 0x5555, 0x55550000) << LANES % 2),
+        ("elect.sync %r0|%p3, %r61;", LANES // 16 * 16),
+        ("bar.warp.sync %r61; mov.u32 %r0, %r60;", LANES),
+    ],
+)
+def test_sets_of_lanes_with_masks_of_their_own(body: str, expected: np.ndarray) -> None:
+    """Lanes that execute an instruction together may be members of different sets."""
+    setup = f"{HALF} and.b32 %r5, %r60, 1; setp.ne.u32 %p2, %r5, 0;"
+    for seed in range(3):
+        np.testing.assert_array_equal(run(f"{setup} {body}", seed=seed), expected.astype(np.uint32))
+
+
+def test_a_set_of_lanes_does_not_wait_for_another() -> None:
+    """The upper half comes to its first instruction only when the lower one has passed it."""
+    body = f"""{HALF} mov.u32 %r0, 0;
+    setp.ge.u32 %p1, %r60, 24; @%p1 bra LATE;
+    M: shfl.sync.idx.b32 %r0, %r60, 5, 0x101f, %r61; bar.warp.sync %r61; bra END;
+    LATE: ld.relaxed.gpu.global.u32 %r2, [%rd1]; setp.eq.u32 %p2, %r2, 0; @%p2 bra LATE; bra M;
+    END: setp.eq.u32 %p3, %r60, 0; @%p3 st.relaxed.gpu.global.u32 [%rd1], 1;"""
+    for seed in range(5):
+        output = np.zeros(32, np.uint32)
+        check_launch(ptx_kernel(f"{ADDRESS} {body} {STORE}", 2), output, np.zeros(1, np.uint32), seed=seed)
+        np.testing.assert_array_equal(output, LANES // 16 * 16 + 5)
+
+
+def test_reduction_among_equal_lanes() -> None:
+    actual = run("and.b32 %r3, %r60, 3; match.any.sync.b32 %r1, %r3, -1; redux.sync.add.u32 %r0, %r60, %r1;")
+    np.testing.assert_array_equal(actual, 112 + 8 * (LANES % 4))
+
+
+@pytest.mark.parametrize("ends", ["warp 0", "the last warp", "two warps", "half a warp"])
+def test_threads_that_have_ended_do_not_keep_a_barrier_waiting(ends: str) -> None:
+    """Whether they end before the others arrive or after. A barrier that names a count does wait."""
+    condition = {
+        "warp 0": "setp.lt.u32 %p0, %r60, 32;",
+        "the last warp": "setp.ge.u32 %p0, %r60, 96;",
+        "two warps": "setp.ge.u32 %p0, %r60, 64;",
+        "half a warp": "setp.ge.u32 %p0, %r60, 112;",
+    }[ends]
+    body = f"{condition} @%p0 ret; bar.sync 0; barrier.sync 1; barrier.sync 0;"
+    for seed in range(12):
+        check_launch(ptx_kernel(body), np.zeros(1, np.uint32), threads=128, seed=seed)
+    if ends == "half a warp":
+        return
+    for seed in range(5):
+        (report,) = launch(
+            ptx_kernel(f"{condition} @%p0 ret; bar.sync 0, 128;"), np.zeros(1, np.uint32), threads=128, seed=seed
+        ).reports
+        assert report.kind == "deadlock"
+
+
+def test_an_arrival_of_an_ended_warp_counts_once() -> None:
+    body = "setp.lt.u32 %p0, %r60, 32; @%p0 bra A; bar.sync 0; bar.sync 0; ret; A: bar.arrive 0, 96;"
+    for seed in range(12):
+        check_launch(ptx_kernel(body), np.zeros(1, np.uint32), threads=96, seed=seed)
+
+
 def test_activemask() -> None:
     actual = run("setp.ge.u32 %p1, %r60, 24; mov.u32 %r0, 0; @%p1 bra SKIP; activemask.b32 %r0; SKIP:")
     assert (actual[24:] == 0).all()

@@ -54,8 +54,11 @@ Outcome BranchIndexed(Context& context, const Inst& inst) {
   return Outcome::kMoved;
 }
 
+void LeaveBarriers(Machine& machine, Cta& cta);
+
 Outcome Exit(Context& context, const Inst&) {
   context.warp.live &= ~context.mask;
+  LeaveBarriers(context.machine, context.cta);
   if (context.mask != context.group.mask) ++context.group.pc;
   context.group.mask &= ~context.mask;
   // Lanes that had to converge with these need not wait any longer.
@@ -76,9 +79,10 @@ bool Converged(const Context& context, uint32_t member) {
 }
 
 std::string WaitsForLanes(Context& context, const Inst& inst) {
-  uint32_t member = ~0u;
-  if (inst.mode[0] != 0)
-    member = context.Row(inst.source[inst.mode[0] - 1])[std::countr_zero(context.mask)];
+  uint32_t member = inst.mode[0] != 0 ? 0 : ~0u;
+  for (int lane = 0; inst.mode[0] != 0 && lane < kLanes; ++lane) {
+    if (context.mask >> lane & 1) member |= context.Row(inst.source[inst.mode[0] - 1])[lane];
+  }
   char text[80];
   std::snprintf(text,
                 sizeof(text),
@@ -87,23 +91,73 @@ std::string WaitsForLanes(Context& context, const Inst& inst) {
   return text;
 }
 
-// The member mask of an instruction whose source mode[0] - 1 it is. Fails if a lane is not in its
-// own mask.
-bool Members(Context& context, const Inst& inst, uint32_t* member) {
-  *member = context.Row(inst.source[inst.mode[0] - 1])[std::countr_zero(context.mask)];
-  if ((context.mask & ~*member) == 0) return true;
+// The lanes of `lanes` whose member mask (source mode[0] - 1) is that of the lowest of them, and
+// that mask. Lanes that are here together may be members of different sets, each of which
+// synchronises for itself. Fails if a lane is not in its own mask.
+bool Members(
+    Context& context, const Inst& inst, uint32_t lanes, uint32_t* alike, uint32_t* member) {
+  const uint32_t* masks = context.Row(inst.source[inst.mode[0] - 1]);
+  *member = masks[std::countr_zero(lanes)];
+  *alike = 0;
+  for (uint32_t rest = lanes; rest != 0; rest &= rest - 1) {
+    const int lane = std::countr_zero(rest);
+    if (masks[lane] == *member) *alike |= 1u << lane;
+  }
+  if ((*alike & ~*member) == 0) return true;
   context.machine.Misuse(
       context,
-      std::countr_zero(context.mask & ~*member),
+      std::countr_zero(*alike & ~*member),
       "a lane executes a .sync instruction whose member mask does not contain it.");
   return false;
+}
+
+// Lets each set of lanes with the same member mask that is complete execute an instruction; the
+// others wait.
+template <Outcome (*kExecute)(Context&, const Inst&)>
+Outcome Together(Context& context, const Inst& inst) {
+  const uint32_t all = context.mask;
+  uint32_t done = 0;
+  for (uint32_t rest = all, alike; rest != 0; rest &= ~alike) {
+    uint32_t member;
+    if (!Members(context, inst, rest, &alike, &member)) return Outcome::kMoved;
+    context.mask = alike;
+    if (!Converged(context, member)) continue;
+    if (kExecute(context, inst) != Outcome::kNext) return Outcome::kMoved;
+    done |= alike;
+  }
+  context.mask = all;
+  if (done == all) return Outcome::kNext;
+  if (done == 0) return Outcome::kBlocked;
+  Group next = context.group;
+  next.mask = done;
+  next.wait = -1;
+  ++next.pc;
+  context.group.mask &= ~done;
+  context.warp.groups.push_back(next);
+  return Outcome::kMoved;
 }
 
 // Lanes may execute bar.warp.sync at different places of the program: it is the member mask that
 // makes them meet.
 Outcome WarpSync(Context& context, const Inst& inst) {
-  uint32_t member;
-  if (!Members(context, inst, &member)) return Outcome::kMoved;
+  uint32_t alike, member;
+  if (!Members(context, inst, context.mask, &alike, &member)) return Outcome::kMoved;
+  if (alike != context.mask) {
+    // Each set of lanes is a group of its own until it goes on.
+    std::vector<Group> sets;
+    for (uint32_t rest = context.mask; rest != 0; rest &= ~alike) {
+      if (!Members(context, inst, rest, &alike, &member)) return Outcome::kMoved;
+      Group set = context.group;
+      set.mask = alike;
+      set.arrived = true;
+      set.wait = -1;
+      sets.push_back(set);
+    }
+    context.group.mask &= ~context.mask;
+    ++context.group.pc;
+    context.warp.groups.insert(context.warp.groups.end(), sets.begin(), sets.end());
+    return Outcome::kMoved;
+  }
   Warp& warp = context.warp;
   const auto meets = [&](const Group& group) {
     if (&group == &context.group || !group.arrived) return false;
@@ -133,9 +187,6 @@ Outcome WarpSync(Context& context, const Inst& inst) {
 
 // Always the same lane, as kernels rely on it: the lowest.
 Outcome Elect(Context& context, const Inst& inst) {
-  uint32_t member;
-  if (!Members(context, inst, &member)) return Outcome::kMoved;
-  if (!Converged(context, member)) return Outcome::kBlocked;
   const int leader = std::countr_zero(context.mask);
   if (inst.destination[0]) {
     uint32_t* row = context.MutableRow(inst.destination[0]);
@@ -150,9 +201,6 @@ Outcome Elect(Context& context, const Inst& inst) {
 enum ShuffleMode : uint32_t { kUp, kDown, kButterfly, kIndex };
 
 Outcome Shuffle(Context& context, const Inst& inst) {
-  uint32_t member;
-  if (!Members(context, inst, &member)) return Outcome::kMoved;
-  if (!Converged(context, member)) return Outcome::kBlocked;
   uint32_t from[kLanes];
   std::memcpy(from, context.Row(inst.source[0]), sizeof(from));
   const uint32_t* b = context.Row(inst.source[1]);
@@ -206,9 +254,6 @@ Outcome Shuffle(Context& context, const Inst& inst) {
 enum VoteMode : uint32_t { kAll, kAny, kUniform, kBallot };
 
 Outcome Vote(Context& context, const Inst& inst) {
-  uint32_t member;
-  if (!Members(context, inst, &member)) return Outcome::kMoved;
-  if (!Converged(context, member)) return Outcome::kBlocked;
   const uint32_t yes = context.Predicate(inst.source[0]) & context.mask;
   if (inst.mode[1] == kBallot) {
     uint32_t* row = context.MutableRow(inst.destination[0]);
@@ -233,9 +278,6 @@ Outcome ActiveMask(Context& context, const Inst& inst) {
 }
 
 Outcome Match(Context& context, const Inst& inst) {
-  uint32_t member;
-  if (!Members(context, inst, &member)) return Outcome::kMoved;
-  if (!Converged(context, member)) return Outcome::kBlocked;
   const auto value = [&](int lane) -> uint64_t {
     return inst.source[0].bits == 64 ? context.Wide(inst.source[0])[lane]
                                      : context.Row(inst.source[0])[lane];
@@ -272,9 +314,6 @@ enum ReduceMode : uint32_t {
 };
 
 Outcome Reduce(Context& context, const Inst& inst) {
-  uint32_t member;
-  if (!Members(context, inst, &member)) return Outcome::kMoved;
-  if (!Converged(context, member)) return Outcome::kBlocked;
   const uint32_t* from = context.Row(inst.source[0]);
   const bool absolute = inst.mode[2] & 1, propagate = inst.mode[2] & 2;
   bool first = true;
@@ -337,17 +376,54 @@ Outcome Reduce(Context& context, const Inst& inst) {
 
 // ---- Barriers of threads
 
+// Bits of mode[0].
+constexpr uint32_t kWaits = 1, kAligned = 2, kHasCount = 4;
+
 std::string WaitsForBarrier(Context& context, const Inst& inst) {
   const uint32_t number = context.Row(inst.source[0])[std::countr_zero(context.mask)];
   if (number >= 16) return "wait";
+  if (!context.group.arrived && inst.mode[0] & kAligned) return WaitsForWarp(context, inst);
   const NamedBarrier& barrier = context.cta.barriers[number];
   return "wait at barrier " + std::to_string(number) + ", where " +
          std::to_string(barrier.arrived) + " of " + std::to_string(barrier.expected) +
          " threads have arrived";
 }
 
-// Bits of mode[0].
-constexpr uint32_t kWaits = 1, kAligned = 2, kHasCount = 4;
+// Whether all have arrived at a barrier that it expects. Threads that have ended count as arrived
+// where no count was named.
+bool IsComplete(const Cta& cta, size_t number) {
+  const NamedBarrier& barrier = cta.barriers[number];
+  if (barrier.arrived == barrier.expected || !barrier.awaits_all)
+    return barrier.arrived == barrier.expected;
+  for (const auto& warp : cta.warps) {
+    if ((warp->live & ~warp->arrived[number]) != 0) return false;
+  }
+  return true;
+}
+
+void CompleteBarrier(Machine& machine, Cta& cta, size_t number) {
+  NamedBarrier& barrier = cta.barriers[number];
+  std::swap(barrier.completed, barrier.arriving);
+  barrier.arriving.Clear();
+  barrier.arrived = 0;
+  barrier.awaits_all = false;
+  for (const auto& warp : cta.warps) warp->arrived[number] = 0;
+  ++barrier.generation;
+  machine.Wake(cta);
+}
+
+// Threads have ended, for which others may have waited at barriers.
+void LeaveBarriers(Machine& machine, Cta& cta) {
+  for (uint32_t i = 0; i < cta.barriers.size(); ++i) {
+    const NamedBarrier& barrier = cta.barriers[i];
+    if (!barrier.awaits_all || !IsComplete(cta, i)) continue;
+    machine.Signal("barrier",
+                   &barrier,
+                   {{"barrier", i}, {"arrived", barrier.arrived}, {"expected", barrier.expected}},
+                   true);
+    CompleteBarrier(machine, cta, i);
+  }
+}
 
 Outcome Barrier(Context& context, const Inst& inst) {
   Machine& machine = context.machine;
@@ -374,7 +450,7 @@ Outcome Barrier(Context& context, const Inst& inst) {
         return Outcome::kMoved;
       }
     } else {
-      expected = context.cta.live_warps * kLanes;
+      expected = static_cast<uint32_t>(context.cta.warps.size()) * kLanes;
     }
     if (barrier.arrived != 0 && barrier.expected != expected) {
       machine.Misuse(context,
@@ -385,16 +461,18 @@ Outcome Barrier(Context& context, const Inst& inst) {
       return Outcome::kMoved;
     }
     barrier.expected = expected;
+    barrier.awaits_all |= !(inst.mode[0] & kHasCount);
     barrier.arriving.Join(machine.KnowledgeOf(warp, context.mask));
     machine.Advance(warp, context.mask);
     // An aligned barrier counts a whole warp, whichever of its lanes have ended.
     const bool whole = (warp.live & ~context.mask) == 0;
     barrier.arrived += whole ? kLanes : static_cast<uint32_t>(std::popcount(context.mask));
+    warp.arrived[number] |= context.mask;
     group.ticket = barrier.generation;
     machine.Signal("barrier",
                    &barrier,
                    {{"barrier", number}, {"arrived", barrier.arrived}, {"expected", expected}},
-                   barrier.arrived == barrier.expected);
+                   IsComplete(context.cta, number));
     if (barrier.arrived > barrier.expected) {
       machine.Misuse(context,
                      first,
@@ -402,13 +480,7 @@ Outcome Barrier(Context& context, const Inst& inst) {
                          std::to_string(barrier.expected) + " that it expects.");
       return Outcome::kMoved;
     }
-    if (barrier.arrived == barrier.expected) {
-      std::swap(barrier.completed, barrier.arriving);
-      barrier.arriving.Clear();
-      barrier.arrived = 0;
-      ++barrier.generation;
-      machine.Wake(context.cta);
-    }
+    if (IsComplete(context.cta, number)) CompleteBarrier(machine, context.cta, number);
     if (!(inst.mode[0] & kWaits)) return Outcome::kNext;
     group.arrived = true;
   }
@@ -643,7 +715,7 @@ bool DecodeControl(Decoder& decoder, Parts parts) {
     decoder.ExpectOperands(2, 2);
     DecodePair(decoder, decoder.Operand(0), 32);
     Member(decoder, 1, 0);
-    inst.execute = Elect;
+    inst.execute = Together<Elect>;
   } else if (name == "shfl") {
     if (!parts.Take("sync")) decoder.Fail("shfl without .sync is not supported.");
     uint32_t mode;
@@ -658,7 +730,7 @@ bool DecodeControl(Decoder& decoder, Parts parts) {
     DecodePair(decoder, decoder.Operand(0), 32);
     for (int i = 0; i < 3; ++i) inst.source[i] = decoder.Source(decoder.Operand(1 + i), 32);
     Member(decoder, 4, 3);
-    inst.execute = Shuffle;
+    inst.execute = Together<Shuffle>;
   } else if (name == "vote") {
     if (!parts.Take("sync")) decoder.Fail("vote without .sync is not supported.");
     uint32_t mode;
@@ -675,7 +747,7 @@ bool DecodeControl(Decoder& decoder, Parts parts) {
                                           : decoder.PredicateDestination(decoder.Operand(0));
     inst.source[0] = decoder.PredicateSource(decoder.Operand(1));
     Member(decoder, 2, 1);
-    inst.execute = Vote;
+    inst.execute = Together<Vote>;
   } else if (name == "activemask") {
     parts.Take("b32");
     decoder.ExpectOperands(1, 1);
@@ -692,7 +764,7 @@ bool DecodeControl(Decoder& decoder, Parts parts) {
     DecodePair(decoder, decoder.Operand(0), 32);
     inst.source[0] = decoder.Source(decoder.Operand(1), bits);
     Member(decoder, 2, 1);
-    inst.execute = Match;
+    inst.execute = Together<Match>;
   } else if (name == "redux") {
     if (!parts.Take("sync")) return false;
     const std::string_view what = parts.Next();
@@ -720,7 +792,7 @@ bool DecodeControl(Decoder& decoder, Parts parts) {
     inst.destination[0] = decoder.Destination(decoder.Operand(0), 32);
     inst.source[0] = decoder.Source(decoder.Operand(1), 32);
     Member(decoder, 2, 1);
-    inst.execute = Reduce;
+    inst.execute = Together<Reduce>;
   } else if (name == "setmaxnreg") {
     const std::string_view what = parts.Next();
     if ((what != "inc" && what != "dec") || !parts.Take("sync") || !parts.Take("aligned") ||

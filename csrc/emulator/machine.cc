@@ -24,6 +24,8 @@ constexpr uint64_t kInstructionsBetweenPolls = 200000;
 // spin for good, and how many instructions a turn of such a loop may have.
 constexpr uint64_t kPatience = 1 << 20;
 constexpr int kMaxTurn = 1 << 14;
+// How many backward branches a group of lanes takes before others of its warp have a turn.
+constexpr int kFairTurn = 1 << 10;
 
 // What the clusters that are resident at once may take, and one alone. More of them are resident
 // only if they are small, which differs from a GPU only for kernels that need all their CTAs to be.
@@ -470,18 +472,53 @@ void Machine::RunStep(Cta& cta, Operation& operation) {
   Wake(cta);
 }
 
+// The unblocked group of lanes to go on, or the number of groups if there is none: the one with the
+// lowest program counter, so that lanes come together again. But it may poll for what another group
+// of the warp is to do, as at a spin lock, and that is promised to come: so if it loops for long,
+// another one has a turn, which is as long.
+size_t Machine::ChooseGroup(Warp& warp) {
+  const auto& groups = warp.groups;
+  size_t lowest = groups.size();
+  size_t turn = groups.size();
+  uint32_t others = 0;
+  for (size_t i = 0; i < groups.size(); ++i) {
+    if (groups[i].blocked) continue;
+    if (warp.turn_lane >= 0 && groups[i].mask >> warp.turn_lane & 1) turn = i;
+    if (lowest == groups.size()) {
+      lowest = i;
+      continue;
+    }
+    ++others;
+    if (groups[i].pc < groups[lowest].pc) lowest = i;
+  }
+  if (turn == groups.size()) warp.turn_lane = -1;
+  if (others == 0) {
+    warp.turn = 0;
+    warp.turn_lane = -1;
+    return lowest;
+  }
+  if (warp.turn < kFairTurn) return warp.turn_lane >= 0 ? turn : lowest;
+  warp.turn = 0;
+  if (warp.turn_lane >= 0) {
+    warp.turn_lane = -1;
+    return lowest;
+  }
+  uint32_t skip = random_.Below(others);
+  for (size_t i = 0;; ++i) {
+    if (groups[i].blocked || i == lowest || skip-- != 0) continue;
+    warp.turn_lane = std::countr_zero(groups[i].mask);
+    return i;
+  }
+}
+
 // Runs up to `budget` instructions. False if every group of the warp is blocked.
 bool Machine::RunWarp(Warp& warp, int budget) {
   const Program& program = *launch_.program;
   bool ran = false;
   while (budget > 0 && !stopped_) {
-    // The unblocked group with the lowest program counter goes on, until it reaches another one's.
-    size_t chosen = warp.groups.size();
+    // A group goes on until it reaches another one's place.
+    const size_t chosen = ChooseGroup(warp);
     int32_t limit = INT32_MAX;
-    for (size_t i = 0; i < warp.groups.size(); ++i) {
-      if (warp.groups[i].blocked) continue;
-      if (chosen == warp.groups.size() || warp.groups[i].pc < warp.groups[chosen].pc) chosen = i;
-    }
     if (chosen == warp.groups.size()) {
       warp.ready = false;
       return ran;
@@ -528,6 +565,8 @@ bool Machine::RunWarp(Warp& warp, int budget) {
         case Outcome::kMoved:
           ran = true;
           regroup = true;
+          if (warp.groups.size() > 1 && inst.target <= &inst - program.instructions.data())
+            ++warp.turn;
           break;
         case Outcome::kBlocked:
           if (mask != group->mask) {
@@ -1189,6 +1228,11 @@ const TensorMap* Machine::DecodeMap(const uint8_t* bytes) {
 
 // ---- mbarriers
 
+std::string MissingBytes(const MBarrier& barrier) {
+  if (barrier.transactions >= 0) return std::to_string(barrier.transactions) + " bytes";
+  return "has got " + std::to_string(-barrier.transactions) + " bytes more than it expects";
+}
+
 void Machine::UseBarrier(Context& context, int lane, const SharedPlace& place) {
   if (!options_.check_races) return;
   NoteUse(AccessOf(context, lane, Scope::kGpu), KnowledgeOfLane(context.warp, lane).clock, place);
@@ -1462,7 +1506,7 @@ void Machine::CheckExit(Cta& cta) {
     report("the CTA ended within a phase of the mbarrier at " + Hex(address) + ": " +
                std::to_string(barrier->phase) + " phases are complete; this one still needs " +
                std::to_string(barrier->pending) + " of " + std::to_string(barrier->expected) +
-               " arrivals and " + std::to_string(barrier->transactions) + " bytes.",
+               " arrivals and " + MissingBytes(*barrier) + ".",
            PlaceIn(cta,
                    barrier->init.instruction,
                    WarpOfSlot(barrier->init.slot),

@@ -146,6 +146,12 @@ struct Warp {
       copy_groups;  // of cp.async: times of the unit when they were committed
   std::vector<uint32_t> unfenced_barriers;  // that this warp has initialised, and not fenced
   VectorClock initialised;  // when it did so, of those that a relaxed arrival makes known
+  // Lanes that have arrived in the current phase of each named barrier.
+  std::array<uint32_t, 16> arrived = {};
+  // While lanes have diverged: the backward branches since groups of them last took turns, and the
+  // lane whose group is to run although others are behind it, or -1.
+  int turn = 0;
+  int turn_lane = -1;
   bool ready = true;
 };
 
@@ -163,10 +169,16 @@ struct MBarrier {
   VectorClock completed;  // of the last phase completed
 };
 
+// What the current phase still needs beside arrivals, for reports.
+std::string MissingBytes(const MBarrier& barrier);
+
 struct NamedBarrier {
   uint32_t expected = 0;
   uint32_t arrived = 0;
   uint64_t generation = 0;
+  // Whether somebody has named no count of threads: then all of the CTA have to arrive that have
+  // not ended.
+  bool awaits_all = false;
   VectorClock arriving;
   VectorClock completed;
 };
@@ -552,6 +564,7 @@ class Machine {
   bool StepCta(Cta& cta);
   void RunStep(Cta& cta, Operation& operation);
   bool RunWarp(Warp& warp, int budget);
+  size_t ChooseGroup(Warp& warp);
   void MergeGroups(Warp& warp);
   void FinishWarp(Warp& warp);
   bool Retired(const Cluster& cluster) const;
