@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ptx_kernels import check_launch, cuda_kernel, launch, ptx_kernel
+from ptx_kernels import HEADER, check_launch, cuda_kernel, launch, ptx_kernel
 from test_emulated_tensor import TCGEN05
 
-from jax_fa4.emulated import EmulationError
+from jax_fa4.emulated import EmulationError, Kernel
 
 SEEDS = range(20)
 
@@ -212,7 +212,7 @@ PLANTED = [
     Planted(
         "too few bytes",
         "deadlock",
-        r"still needs 0 arrivals and -64 bytes",
+        r"still needs 0 arrivals and has got 64 bytes more than it expects",
         ("mbarrier.try_wait",),
         """
       alignas(16) __shared__ u32 x[64]; __shared__ u64 b;
@@ -1078,3 +1078,67 @@ def test_bad_launches_are_refused(change: dict[str, Any], message: str) -> None:
     }
     with pytest.raises(ValueError, match=message):
         ptx_kernel("").launch(options.pop("arguments"), **options)
+
+
+@pytest.mark.parametrize(
+    ("target", "instruction", "message"),
+    [
+        ("sm_100a", "wgmma.fence.sync.aligned", "sm_90a"),
+        ("sm_90", "wgmma.fence.sync.aligned", "sm_90a"),
+        ("sm_90a", "tcgen05.wait::ld.sync.aligned", "sm_100a, sm_101a, sm_103a, sm_110a"),
+        ("sm_120a", "tcgen05.wait::ld.sync.aligned", "sm_100a, sm_101a, sm_103a, sm_110a"),
+        ("sm_100", "tcgen05.wait::ld.sync.aligned", "sm_100a, sm_101a, sm_103a, sm_110a"),
+        ("sm_90", "setmaxnreg.dec.sync.aligned.u32 24", "sm_90a, sm_100a"),
+        ("sm_90a", "add.rn.f32x2 %rd1, %rd2, %rd3", "sm_100 or later"),
+        ("sm_80", "cp.async.bulk.commit_group", "sm_90 or later"),
+    ],
+)
+def test_instructions_that_the_target_has_not(target: str, instruction: str, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"line \d+: target {target} has no .*it takes {message}"):
+        ptx_kernel(f"{instruction};", target=target)
+
+
+@pytest.mark.parametrize(
+    ("target", "instruction"),
+    [
+        ("sm_90a", "wgmma.fence.sync.aligned"),
+        ("sm_90a", "setmaxnreg.dec.sync.aligned.u32 24"),
+        ("sm_100f", "tcgen05.wait::ld.sync.aligned"),
+        ("sm_103a", "tcgen05.wait::ld.sync.aligned"),
+        ("sm_110a", "tcgen05.wait::ld.sync.aligned"),
+        ("sm_120a", "setmaxnreg.dec.sync.aligned.u32 24"),
+        ("sm_120", "add.rn.f32x2 %rd1, %rd2, %rd3"),
+        ("sm_90", "cp.async.bulk.commit_group"),
+    ],
+)
+def test_instructions_that_the_target_has(target: str, instruction: str) -> None:
+    ptx_kernel(f"{instruction};", target=target)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "message"),
+    [
+        ("", "the module has no kernels"),
+        (".visible .entry a() { ret; } .visible .entry b() { ret; }", "several kernels, of which `name` .*: a, b"),
+        (".func f() { ret; } .visible .entry k() { { .param .b32 q; call f, (); } ret; }", "calls are not supported"),
+        (".func f() { ret; } .visible .entry k() { call f; ret; }", "calls are not supported"),
+    ],
+)
+def test_modules_without_a_kernel_to_run(kernels: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Kernel(HEADER.format(target="sm_100a") + kernels)
+
+
+def test_lanes_that_miss_at_an_aligned_barrier() -> None:
+    kernel = ptx_kernel("setp.ge.u32 %p0, %r60, 16; @%p0 bra E; bar.sync 0; E: bar.sync 0;")
+    (report,) = launch(kernel, np.zeros(1, np.uint32)).reports
+    assert "wait for the other lanes of their warp to arrive here" in str(report)
+    assert "0 of 0" not in str(report)
+
+
+def test_what_reports_and_events_are_shown_as() -> None:
+    run = launch(ptx_kernel("st.global.u32 [%rd0+64], %r1;"), np.zeros(1, np.uint32), trace=True)
+    (report,) = run.reports
+    assert repr(report) == f"<Report {report}>"
+    assert run.trace is not None
+    assert re.match(r'<TraceEvent 0: warp ".*", CTA \(0, 0, 0\), warp 0, \d+ to \d+', repr(run.trace.events[0]))

@@ -31,6 +31,11 @@ std::shared_ptr<const Program> Load(std::string text, const std::string& name) {
     names += (names.empty() ? "" : ", ") + one->name;
     if (one->name == name || (name.empty() && module->kernels.size() == 1)) kernel = one.get();
   }
+  if (names.empty()) throw nb::value_error("the module has no kernels (.entry).");
+  if (kernel == nullptr && name.empty()) {
+    throw nb::value_error(
+        ("the module has several kernels, of which `name` has to say one: " + names + ".").c_str());
+  }
   if (kernel == nullptr) {
     throw nb::value_error(
         ("the module has no kernel \"" + name + "\"; it has: " + names + ".").c_str());
@@ -133,7 +138,17 @@ void AddTraceBindings(nb::module_& m) {
              TraceEvent same;
              return nb::try_cast(other, same) && self == same;
            })
-      .def("__hash__", [](const TraceEvent& self) { return self.index; });
+      .def("__hash__", [](const TraceEvent& self) { return self.index; })
+      .def("__repr__", [](const TraceEvent& self) {
+        const auto& cta = self.trace->ctas()[self->cta].index;
+        std::string text = "<TraceEvent " + std::to_string(self.index) + ": " +
+                           kKinds[static_cast<int>(self->kind)] + " \"" + self->name + "\", CTA (" +
+                           std::to_string(cta[0]) + ", " + std::to_string(cta[1]) + ", " +
+                           std::to_string(cta[2]) + ")";
+        if (self->warp >= 0) text += ", warp " + std::to_string(self->warp);
+        return text + ", " + std::to_string(self->start) + " to " + std::to_string(self->end) +
+               (self->open ? ", open>" : ">");
+      });
   nb::class_<Trace>(m, "Trace")
       .def_prop_ro("events",
                    [](std::shared_ptr<const Trace> self) {
@@ -194,7 +209,8 @@ void AddBindings(nb::module_& m) {
       .def_ro("message", &Report::message)
       .def_ro("places", &Report::places)
       .def_ro("fatal", &Report::fatal)
-      .def("__str__", &Report::Text);
+      .def("__str__", &Report::Text)
+      .def("__repr__", [](const Report& self) { return "<Report " + self.Text() + ">"; });
   nb::class_<Result>(m, "Result")
       .def_ro("reports", &Result::reports)
       .def_ro("instructions", &Result::instructions)

@@ -34,13 +34,14 @@ uint32_t SharedAddress(
 std::optional<Machine::SharedPlace> FindPlace(
     Context& context, int lane, uint32_t address, uint32_t size, uint32_t alignment) {
   const auto place = context.machine.FindShared(context.cta, address, size);
-  if (place && address % alignment == 0) return place;
+  const bool aligned = address % alignment == 0;
+  if (place && aligned) return place;
   context.machine.Misuse(context,
                          lane,
                          "a bulk copy uses shared address " + Hex(address) + " (" +
-                             std::to_string(size) +
-                             " bytes), which is out of range or not aligned to " +
-                             std::to_string(alignment) + " bytes.",
+                             std::to_string(size) + " bytes), which is " +
+                             (aligned ? "outside of the CTA's shared memory."
+                                      : "not aligned to " + std::to_string(alignment) + " bytes."),
                          true,
                          Report::Kind::kMemory);
   return std::nullopt;

@@ -657,8 +657,7 @@ std::string WaitsForPhase(Context& context, const Inst& inst) {
   if (barrier == nullptr) return "wait";
   return "wait for the mbarrier at " + Hex(address & 0xffffff) + ": " +
          std::to_string(barrier->phase) + " phases are complete; this one still needs " +
-         std::to_string(barrier->pending) + " arrivals and " +
-         std::to_string(barrier->transactions) + " bytes";
+         std::to_string(barrier->pending) + " arrivals and " + MissingBytes(*barrier);
 }
 
 // The shared address that a lane gives, with the rank of the CTA that it means.

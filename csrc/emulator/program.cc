@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <charconv>
 #include <cmath>
 #include <queue>
 #include <string>
@@ -46,6 +47,49 @@ enum Layout { kWord, kDouble, kQuad, kPredicate, kLayouts };
 
 Layout LayoutOf(int bits) {
   return bits == 1 ? kPredicate : bits <= 32 ? kWord : bits == 64 ? kDouble : kQuad;
+}
+
+// Instructions that some targets have, and ptxas refuses for the others.
+struct Requirement {
+  std::string_view opcode;  // what it starts with
+  std::string_view part;    // and holds
+  int first, last;          // architectures
+  bool specific;            // only targets of one architecture or family: sm_90a, sm_100f
+  std::string_view targets;
+};
+constexpr int kNewest = 999;
+constexpr std::string_view kHopper = "sm_90 or later";
+constexpr Requirement kRequirements[] = {
+    {"wgmma.", "", 90, 90, true, "sm_90a"},
+    {"tcgen05.", "", 100, 119, true, "sm_100a, sm_101a, sm_103a, sm_110a and their families"},
+    {"setmaxnreg.", "", 90, kNewest, true, "sm_90a, sm_100a and later ones with such a suffix"},
+    {"", ".f32x2", 100, kNewest, false, "sm_100 or later"},
+    {"cp.async.bulk", "", 90, kNewest, false, kHopper},
+    {"cp.reduce.async.bulk", "", 90, kNewest, false, kHopper},
+    {"barrier.cluster.", "", 90, kNewest, false, kHopper},
+    {"mapa.", "", 90, kNewest, false, kHopper},
+    {"elect.sync", "", 90, kNewest, false, kHopper},
+};
+
+// Throws if the module's target, where it is a GPU's, does not have the instruction.
+void CheckTarget(const ptx::Statement& statement, std::string_view target) {
+  if (!target.starts_with("sm_")) return;
+  int architecture = 0;
+  const char* end = target.data() + target.size();
+  const auto [suffix, error] = std::from_chars(target.data() + 3, end, architecture);
+  if (error != std::errc()) return;
+  for (const Requirement& one : kRequirements) {
+    if (!statement.opcode.starts_with(one.opcode) ||
+        statement.opcode.find(one.part) == std::string::npos ||
+        (architecture >= one.first && architecture <= one.last &&
+         (!one.specific || suffix != end))) {
+      continue;
+    }
+    throw ptx::Error(statement.line,
+                     "target " + std::string(target) + " has no \"" +
+                         std::string(statement.opcode) + "\": it takes " +
+                         std::string(one.targets) + ".");
+  }
 }
 
 std::string Bits(int bits) { return bits == 1 ? "a predicate" : std::to_string(bits) + " bits"; }
@@ -404,6 +448,7 @@ class ProgramBuilder final : public Decoder {
       throw ptx::Error(statement.line,
                        "instruction \"" + std::string(statement.opcode) + "\" is not supported.");
     }
+    CheckTarget(statement, program_->module->target);
     if (program_->branch_tables.size() > tables) tables_of_.emplace(index, tables);
     inst.is_pure = IsPure(statement);
   }

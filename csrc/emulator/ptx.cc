@@ -24,6 +24,8 @@ constexpr size_t kMaxScopes = 64;
 constexpr size_t kMaxTargets = 4096;
 constexpr uint32_t kMaxInitial = 1 << 26;
 
+constexpr char kNoCalls[] = "calls are not supported: compile with every function inlined.";
+
 uint32_t AlignUp(uint64_t offset, uint32_t alignment, int line) {
   offset = (offset + alignment - 1) / alignment * alignment;
   if (offset > UINT32_MAX / 2) throw Error(line, "the variables of this space exceed 2 GiB.");
@@ -494,6 +496,7 @@ class Parser {
     } else if (name == ".shared" || name == ".local") {
       kernel_->variables.push_back(VariableDirective(name, offsets));
     } else {
+      if (name == ".param") Fail(kNoCalls);
       Fail("directive \"" + std::string(name) + "\" is not supported in a kernel.");
     }
   }
@@ -584,6 +587,7 @@ class Parser {
     statement.location = location_;
     statement.opcode = Take([](char c) { return IsNamePart(c) || c == '.' || c == ':'; });
     if (statement.opcode.empty()) Fail("expected an instruction before " + Next() + ".");
+    if (statement.opcode == "call" || statement.opcode.starts_with("call.")) Fail(kNoCalls);
     if (Peek() != ';') {
       do statement.operands.push_back(ParseOperand(0));
       while (Accept(','));

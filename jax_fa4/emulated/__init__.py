@@ -144,7 +144,8 @@ class Kernel:
           mode: "strict" also reports what hardware is known to forgive; "relaxed" does not.
           check_races: whether accesses are checked for races.
           sm_count: how many CTAs are resident at a time, and what %nsmid says.
-          max_instructions: of all warps together, after which the run ends with a report.
+          max_instructions: of all warps together, after which the run ends with a report. It is looked at when the
+            scheduler turns to another warp, at most 64 instructions later.
           trace: whether to record what asynchronous operations and waits do; the run then takes longer.
           max_trace_events: how many events the trace keeps, of up to 200 bytes each; later ones are counted only.
           progress: called with the number of CTAs that have ended, and of all CTAs.

@@ -38,7 +38,8 @@ constexpr int kSecondsOfInput = 30;  // of processor time: an input that takes l
 constexpr long kMaxResidentKb =
     3 << 20;  // the sanitizer's own and what it keeps of freed memory included
 
-constexpr char kHeader[] = ".version 8.8\n.target sm_100a\n.address_size 64\n";
+// No GPU's target, so that the kernels may have the instructions of all of them.
+constexpr char kHeader[] = ".version 8.8\n.target every_sm\n.address_size 64\n";
 
 // Small kernels that between them use every family of instructions.
 const char* const kKernels[] = {
