@@ -218,6 +218,37 @@ def test_threads_that_have_ended_do_not_keep_a_barrier_waiting(ends: str) -> Non
         assert report.kind == "deadlock"
 
 
+def test_barriers_that_reduce() -> None:
+    """Ended threads do not vote; the second barrier comes right behind the first."""
+    kernel = cuda_kernel("""
+    extern "C" __global__ void k(u32* x) {
+      u32 t = threadIdx.x;
+      if (t >= 96) return;
+      u32 count = __syncthreads_count(x[t] & 1), none = __syncthreads_count(x[t] > 200);
+      u32 some = __syncthreads_or(x[t] == 77), no = __syncthreads_or(x[t] == 200);
+      u32 all = __syncthreads_and(x[t] < 96), not_all = __syncthreads_and(x[t] != 50);
+      x[t] = count | none << 8 | (some != 0) << 16 | (no != 0) << 17 | (all != 0) << 18 | (not_all != 0) << 19;
+    }""")
+    for seed in range(5):
+        x = np.arange(128, dtype=np.uint32)
+        check_launch(kernel, x, threads=128, seed=seed)
+        assert (x[:96] == (48 | 1 << 16 | 1 << 18)).all()
+
+
+def test_barriers_that_reduce_apart() -> None:
+    """Two pairs of warps may use one barrier, one after the other, without the others' votes."""
+    body = f"""{ADDRESS} setp.lt.u32 %p0, %r60, 64; @%p0 bra GO; bar.sync 1, 128;
+    GO: setp.ne.u32 %p1, %r60, 5; bar.red.popc.u32 %r0, 2, 64, %p1; @%p0 bar.arrive 1, 128; {STORE}"""
+    for seed in range(12):
+        output = np.zeros(128, np.uint32)
+        check_launch(ptx_kernel(body), output, threads=128, seed=seed)
+        np.testing.assert_array_equal(output, np.repeat([63, 64], 64))
+    mixed = "setp.lt.u32 %p0, %r60, 32; @%p0 bra A; bar.sync 0; ret; A: bar.red.or.pred %p1, 0, %p0;"
+    for seed in range(3):
+        (report,) = launch(ptx_kernel(mixed), np.zeros(1, np.uint32), threads=64, seed=seed).reports
+        assert "reduce differently" in report.message
+
+
 def test_an_arrival_of_an_ended_warp_counts_once() -> None:
     body = "setp.lt.u32 %p0, %r60, 32; @%p0 bra A; bar.sync 0; bar.sync 0; ret; A: bar.arrive 0, 96;"
     for seed in range(12):

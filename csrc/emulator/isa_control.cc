@@ -378,6 +378,8 @@ Outcome Reduce(Context& context, const Inst& inst) {
 
 // Bits of mode[0].
 constexpr uint32_t kWaits = 1, kAligned = 2, kHasCount = 4;
+// mode[1] of barriers: what they reduce by.
+enum Reduction : uint32_t { kNoReduction, kPopulation, kConjunction, kDisjunction };
 
 std::string WaitsForBarrier(Context& context, const Inst& inst) {
   const uint32_t number = context.Row(inst.source[0])[std::countr_zero(context.mask)];
@@ -407,7 +409,11 @@ void CompleteBarrier(Machine& machine, Cta& cta, size_t number) {
   barrier.arriving.Clear();
   barrier.arrived = 0;
   barrier.awaits_all = false;
-  for (const auto& warp : cta.warps) warp->arrived[number] = 0;
+  for (const auto& warp : cta.warps) {
+    if (warp->arrived[number] != 0) warp->votes[number] = barrier.votes;
+    warp->arrived[number] = 0;
+  }
+  barrier.votes = 0;
   ++barrier.generation;
   machine.Wake(cta);
 }
@@ -460,6 +466,19 @@ Outcome Barrier(Context& context, const Inst& inst) {
                          std::to_string(expected) + " are named.");
       return Outcome::kMoved;
     }
+    if (barrier.arrived != 0 && barrier.reduction != inst.mode[1]) {
+      machine.Misuse(context,
+                     first,
+                     "at barrier " + std::to_string(number) +
+                         ", threads arrive by barriers that reduce differently, or not at all.");
+      return Outcome::kMoved;
+    }
+    barrier.reduction = inst.mode[1];
+    if (inst.mode[1] != kNoReduction) {
+      const uint32_t yes = context.Predicate(inst.source[2]);
+      const uint32_t votes = inst.mode[1] == kConjunction ? ~yes : yes;
+      barrier.votes += static_cast<uint32_t>(std::popcount(votes & context.mask));
+    }
     barrier.expected = expected;
     barrier.awaits_all |= !(inst.mode[0] & kHasCount);
     barrier.arriving.Join(machine.KnowledgeOf(warp, context.mask));
@@ -493,6 +512,16 @@ Outcome Barrier(Context& context, const Inst& inst) {
   group.arrived = false;
   machine.Learn(warp, context.mask, barrier.completed);
   if ((warp.live & ~context.mask) == 0) machine.Unify(warp, context.mask);
+  const uint32_t votes = warp.votes[number];
+  if (inst.mode[1] == kPopulation) {
+    uint32_t* row = context.MutableRow(inst.destination[0]);
+    for (int lane = 0; lane < kLanes; ++lane) {
+      if (context.mask >> lane & 1) row[lane] = votes;
+    }
+  } else if (inst.mode[1] != kNoReduction) {
+    context.SetPredicate(inst.destination[0],
+                         (votes == 0) == (inst.mode[1] == kConjunction) ? ~0u : 0);
+  }
   return Outcome::kNext;
 }
 
@@ -604,15 +633,35 @@ void DecodeBarrier(Decoder& decoder, Parts& parts, bool aligned_by_name) {
   Inst& inst = decoder.inst();
   parts.Take("cta");
   const std::string_view what = parts.Next();
+  const bool reduces = what == "red";
+  if (reduces) {
+    inst.mode[1] = parts.Take("popc")  ? kPopulation
+                   : parts.Take("and") ? kConjunction
+                   : parts.Take("or")  ? kDisjunction
+                                       : kNoReduction;
+    if (inst.mode[1] == kNoReduction) decoder.Fail("barriers reduce by popc, and or or.");
+  } else if (what != "sync" && what != "arrive") {
+    decoder.Fail("a barrier's instruction is sync, arrive or red.");
+  }
   const bool aligned = parts.Take("aligned") || aligned_by_name;
   inst.execute = Barrier;
   inst.describe_wait = WaitsForBarrier;
-  if (what != "sync" && what != "arrive") decoder.Fail("barriers that reduce are not supported.");
-  decoder.ExpectOperands(what == "arrive" ? 2 : 1, 2);
-  inst.source[0] = decoder.Source(decoder.Operand(0), 32);
-  inst.mode[0] = (what == "sync" ? kWaits : 0) | (aligned ? kAligned : 0);
-  if (decoder.operand_count() == 2) {
-    inst.source[1] = decoder.Source(decoder.Operand(1), 32);
+  inst.mode[0] = (what == "arrive" ? 0 : kWaits) | (aligned ? kAligned : 0);
+  size_t at = 0, end = decoder.operand_count();
+  if (reduces) {
+    decoder.ExpectOperands(3, 4);
+    const bool counts = inst.mode[1] == kPopulation;
+    if (!parts.Take(counts ? "u32" : "pred")) decoder.Fail("barrier.red has the wrong type.");
+    inst.destination[0] = counts ? decoder.Destination(decoder.Operand(0), 32)
+                                 : decoder.PredicateDestination(decoder.Operand(0));
+    ++at;
+    inst.source[2] = decoder.PredicateSource(decoder.Operand(--end));
+  } else {
+    decoder.ExpectOperands(what == "arrive" ? 2 : 1, 2);
+  }
+  inst.source[0] = decoder.Source(decoder.Operand(at), 32);
+  if (end - at == 2) {
+    inst.source[1] = decoder.Source(decoder.Operand(at + 1), 32);
     inst.mode[0] |= kHasCount;
   }
 }

@@ -148,6 +148,8 @@ struct Warp {
   VectorClock initialised;  // when it did so, of those that a relaxed arrival makes known
   // Lanes that have arrived in the current phase of each named barrier.
   std::array<uint32_t, 16> arrived = {};
+  // Votes of the last phase of each in which lanes have arrived.
+  std::array<uint32_t, 16> votes = {};
   // While lanes have diverged: the backward branches since groups of them last took turns, and the
   // lane whose group is to run although others are behind it, or -1.
   int turn = 0;
@@ -179,6 +181,10 @@ struct NamedBarrier {
   // Whether somebody has named no count of threads: then all of the CTA have to arrive that have
   // not ended.
   bool awaits_all = false;
+  // Of a barrier that reduces: how, as its instruction says, and the threads so far that vote for
+  // the result, or for .and against it.
+  uint32_t reduction = 0;
+  uint32_t votes = 0;
   VectorClock arriving;
   VectorClock completed;
 };
