@@ -296,9 +296,11 @@ def _values_and_spreads(call: _Call) -> tuple[Results, Results]:
     delta2 = delta2 + sums2(delta, (dout**2 * out**2).sum(-1), value_width)
     centred = dheavy - delta[..., None]
     dlogits = heavy * centred + probs * dlse[..., None]
-    dlogits2 = heavy2 * centred**2 + heavy**2 * dheavy2 + probs2 * dlse[..., None] ** 2 + flushed2
+    dlogits2 = heavy2 * centred**2 + heavy**2 * dheavy2 + probs2 * dlse[..., None] ** 2
     ddelta, dcapped = heavy * slope, dlogits * slope
+    # A kernel stores one of them, so that either may flush, once.
     dcapped2 = dlogits2 * slope**2 + dlogits**2 * slope2 + flushed2
+    dlogits2 = dlogits2 + flushed2
     dsinks, dsinks2 = -of_sink * delta, of_sink**2 * (delta2 + delta**2 * (r2 + share**2 * lse2))
 
     def with_row_errors(own2: np.ndarray, by_delta: np.ndarray, by_lse: np.ndarray) -> np.ndarray:
