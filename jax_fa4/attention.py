@@ -123,9 +123,9 @@ def attention(
       row_bounds: (lower, upper), each int32 (B, T): row `i` sees key positions in `[lower, upper)`.
       softcap: positive number, static.
       sinks: float (N,): a logit per head that takes part in the softmax with no value. Differentiable.
-      deterministic: whether gradients must be bitwise repeatable (with "tiled" and "reference" they always are).
-      implementation: None chooses; "tiled" (or "xla") is pure JAX; "reference" is naive and differentiable in every
-        mode. See `why_not`.
+      deterministic: whether gradients must be bitwise repeatable (in this version they always are).
+      implementation: None chooses; "cuda" is kernels for NVIDIA GPUs; "tiled" (or "xla") is pure JAX; "reference" is
+        naive and differentiable in every mode; "emulated" runs the CUDA kernels on a CPU. See `why_not`.
       return_residual: whether to return lse too.
 
     Returns:
@@ -173,7 +173,7 @@ def why_not(
 
     def choose(structs: dict[str, Any]) -> None:
         call, arrays = _check(**structs, **rest)
-        dispatch.choose(call.implementation, *_pose(call, arrays), device)
+        dispatch.choose(call.implementation, *_pose(call, arrays), device or dispatch.default_device())
 
     try:
         jax.eval_shape(choose, structs)

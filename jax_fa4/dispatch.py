@@ -6,12 +6,13 @@ from types import ModuleType
 
 import jax
 
+from jax_fa4 import automatic, cuda, reference, tiled
 from jax_fa4 import problem as spec
-from jax_fa4 import reference, tiled
+from jax_fa4.emulated import implementation as emulated
 
-# In the order of preference of `implementation=None`; `reference` is only run when named.
-_AUTOMATIC: dict[str, ModuleType] = {"tiled": tiled}
-_BY_NAME: dict[str, ModuleType] = {**_AUTOMATIC, "xla": tiled, "reference": reference}
+# In the order of preference of `implementation=None`; the others are only run when named.
+_AUTOMATIC: dict[str, ModuleType] = {"cuda": cuda, "tiled": tiled}
+_BY_NAME: dict[str, ModuleType] = {**_AUTOMATIC, "xla": tiled, "emulated": emulated, "reference": reference}
 
 
 def find(name: str | None) -> list[ModuleType]:
@@ -31,14 +32,26 @@ def find(name: str | None) -> list[ModuleType]:
 def choose(
     name: str | None, problem: spec.Problem, operands: spec.Operands, device: jax.Device | None = None
 ) -> ModuleType:
-    """The first allowed implementation that supports the problem; raises NotImplementedError with every reason."""
+    """The first allowed implementation that supports the problem; raises NotImplementedError with every reason.
+
+    Without a device the choice is made for whatever the call is lowered for; the GPU at hand stands for all GPUs.
+    """
+    if late := name is None and device is None:
+        here = default_device()
+        device = here if here.platform == "gpu" else None
     reasons = []
     for implementation in find(name):
         reason = implementation.why_not(problem, operands, device)
         if reason is None:
-            return implementation
+            return automatic if late and implementation is cuda else implementation
         reasons.append(reason)
     raise NotImplementedError(" ".join(reasons))
+
+
+def default_device() -> jax.Device:
+    """The device that JAX would choose."""
+    chosen = getattr(jax.config, "jax_default_device")  # noqa: B009  (of no type that mypy knows)
+    return jax.devices(chosen)[0] if chosen is None or isinstance(chosen, str) else chosen
 
 
 def _allowed() -> str:

@@ -4,8 +4,10 @@ Importing this module loads nothing, because the pure-JAX implementations must w
 cannot. Whoever lowers an FFI call to one of its targets calls `register` first.
 """
 
+import functools
 import threading
 from pathlib import Path
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,40 @@ import numpy as np
 
 _registration_lock = threading.Lock()
 _registered = False
+
+
+def extension() -> ModuleType:
+    """The extension module, with its targets registered as by `register`."""
+    register()
+    import jax_fa4._native as module
+
+    return module
+
+
+@functools.cache
+def emulator() -> ModuleType:
+    """The extension module, ready to emulate: with the tables of the hardware's approximate functions loaded.
+
+    Raises:
+        ImportError: as `register`.
+        RuntimeError: this CPU cannot run the emulator.
+    """
+    module = extension()
+    if not module.emulator_runs_here():
+        raise RuntimeError("The emulator needs a CPU with AVX2 and FMA instructions, which this one does not have.")
+    tables = Path(module.__file__ or "").parent / "emulator_tables"
+    module.emulator_load_tables((tables / "ex2.gz").read_bytes(), (tables / "rcp.gz").read_bytes())
+    return module
+
+
+@functools.cache
+def why_not() -> str | None:
+    """Why the extension cannot be loaded, as a sentence, or None."""
+    try:
+        register()
+    except ImportError as error:
+        return str(error)
+    return None
 
 
 def register() -> None:
@@ -38,6 +74,7 @@ def register() -> None:
                 "install the package with `pip install .` or `pip install -e .`, and if that is done, "
                 "start Python in a directory other than the source tree."
             ) from error
+        extension.set_kernel_directory(str(Path(extension.__file__).parent / "kernels"))
         for platform, targets in extension.registrations().items():
             for name, handler in targets.items():
                 jax.ffi.register_ffi_target(name, handler, platform=platform)

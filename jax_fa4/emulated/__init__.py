@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import functools
-import importlib.resources
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
+
+from jax_fa4 import native
+from jax_fa4.emulated.implementation import options
+
+__all__ = ["EmulationError", "Kernel", "Pointer", "Run", "TensorMap", "options"]
 
 Size3 = tuple[int, int, int]
 
@@ -108,7 +110,7 @@ class Kernel:
         for what, text in (("ptx", ptx), ("name", name)):
             if not isinstance(text, str):
                 raise ValueError(f"{what} must be a str, but got {_type_name(text)}.")
-        self._program = _native().emulator_load(ptx, name)
+        self._program = native.emulator().emulator_load(ptx, name)
         self.name: str = self._program.name
         self.target: str = self._program.target
         self.parameters: list[tuple[str, int, int]] = self._program.parameters
@@ -185,7 +187,7 @@ class Kernel:
         parameters = bytearray(self._program.parameter_bytes)
         for (_, offset, size), (what, argument) in zip(self.parameters, named, strict=True):
             parameters[offset : offset + size] = memory.pack(what, argument, size)
-        result = _native().emulator_run(
+        result = native.emulator().emulator_run(
             self._program,
             grid=grid,
             block=block,
@@ -380,21 +382,9 @@ class _Memory:
         if tensor.swizzle not in (0, 32, 64, 128):
             raise ValueError(f"{what}: swizzle must be 0, 32, 64 or 128 bytes, but got {tensor.swizzle!r}.")
         try:
-            return _native().emulator_encode_tensor_map(
+            return native.emulator().emulator_encode_tensor_map(
                 self._address(array), array.dtype.name, swizzle=int(tensor.swizzle), **sizes
             )
         except ValueError as error:
             all_given = ", ".join(f"{name} {tuple(values)}" for name, values in sizes.items())
             raise ValueError(f"{what}: {error} (given: {all_given}, swizzle {tensor.swizzle})") from None
-
-
-@functools.cache
-def _native() -> ModuleType:
-    """The extension, with the tables of the hardware's approximate functions loaded."""
-    import jax_fa4._native as extension
-
-    if not extension.emulator_runs_here():
-        raise RuntimeError("The emulator needs a CPU with AVX2 and FMA instructions, which this one does not have.")
-    tables = importlib.resources.files("jax_fa4") / "emulator_tables"
-    extension.emulator_load_tables((tables / "ex2.gz").read_bytes(), (tables / "rcp.gz").read_bytes())
-    return extension

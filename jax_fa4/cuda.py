@@ -1,0 +1,184 @@
+"""`cuda`: the CUDA kernels, as XLA FFI custom calls.
+
+A call is lowered to a custom call whose handler (csrc/host/) makes a plan and launches the kernels that this package
+holds for the GPU at hand. Which ones these are is decided when the call runs: a program lowered away from a GPU runs
+on every GPU that there is a kernel for, and fails on others with a sentence that names their compute capability.
+
+`emulated` makes the same calls to handlers for the CPU, which run the same plan in the emulator.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from jax_fa4 import native
+from jax_fa4 import problem as spec
+
+_DTYPES = ("float16", "bfloat16", "float32")
+_MOST_WIDTH = 256
+_OLDEST = (8, 0)
+_PLATFORM = "implementation='cuda' needs an NVIDIA GPU, but this is for the platform '{platform}'."
+
+
+def why_not(problem: spec.Problem, operands: spec.Operands, device: jax.Device | None) -> str | None:
+    """Why the kernels do not support a problem, or the device (None: whatever it is lowered for); None if they do."""
+    if device is not None:
+        if device.platform != "gpu":
+            return _PLATFORM.format(platform=device.platform)
+        capability = str(getattr(device, "compute_capability", ""))
+        if not capability.replace(".", "").isdigit():  # another maker's GPU
+            return f"implementation='cuda' needs an NVIDIA GPU, but this is {device.device_kind}."
+        if tuple(map(int, capability.split("."))) < _OLDEST:
+            return f"implementation='cuda' needs a GPU of compute capability 8.0 or newer, but this has {capability}."
+    return unsupported("cuda", operands)
+
+
+def unsupported(name: str, operands: spec.Operands) -> str | None:
+    """Why the kernels do not support a problem anywhere, as a sentence about implementation `name`; None if they do."""
+    dtype = operands.query.dtype.name
+    widths = operands.query.shape[-1], operands.value.shape[-1]
+    if dtype not in _DTYPES:
+        return f"implementation='{name}' supports the dtypes {', '.join(_DTYPES)}, but got {dtype}."
+    if max(widths) > _MOST_WIDTH:
+        return (
+            f"implementation='{name}' supports head widths up to {_MOST_WIDTH}, but got D={widths[0]}, Dv={widths[1]}."
+        )
+    for argument in ("bias", "mask"):
+        if getattr(operands, argument) is not None:
+            return (
+                f"implementation='{name}' does not support {argument}; causality, windows, lengths, segment ids and "
+                "row_bounds are supported without it."
+            )
+    return native.why_not()
+
+
+def forward(problem: spec.Problem, operands: spec.Operands) -> tuple[Array, Array, Array]:
+    """Attention of `operands`, sorted already: out (B, T, N, Dv) in query's dtype, lse and its rounding (B, T, N)."""
+    return call_forward("jax_fa4_forward_v1", {}, _on_gpu, problem, operands)
+
+
+def backward(
+    problem: spec.Problem,
+    operands: spec.Operands,
+    out: Array,
+    lse: Array,
+    lse_rounding: Array | None,
+    dout: Array,
+    dlse: Array | None,
+    *,
+    with_bias: bool,
+) -> spec.Gradients:
+    """Gradients of `forward` from its results and their cotangents."""
+    del with_bias  # there is none
+    return call_backward("jax_fa4_backward_v1", {}, _on_gpu, problem, operands, out, lse, lse_rounding, dout, dlse)
+
+
+Place = Callable[[Callable[..., Any], Any], Any]
+"""Calls a function of arrays on the one platform that it is for, and refuses to be lowered for another."""
+
+
+def call_forward(
+    target: str, attributes: Mapping[str, Any], place: Place, problem: spec.Problem, operands: spec.Operands
+) -> tuple[Array, Array, Array]:
+    """`forward` by the FFI handler `target`, with further attributes."""
+    batch, (rows, heads), value_width = operands.batch, operands.query.shape[1:3], operands.value.shape[3]
+    lse = jax.ShapeDtypeStruct((batch, rows, heads), np.float32)
+    out = jax.ShapeDtypeStruct((*lse.shape, value_width), spec.out_dtype(problem, operands))
+    call = _ffi_call(target, (out, lse, lse), {**_attributes(problem, operands), **attributes})
+    return place(call, _arrays(operands))
+
+
+def call_backward(
+    target: str,
+    attributes: Mapping[str, Any],
+    place: Place,
+    problem: spec.Problem,
+    operands: spec.Operands,
+    out: Array,
+    lse: Array,
+    lse_rounding: Array | None,
+    dout: Array,
+    dlse: Array | None,
+) -> spec.Gradients:
+    """`backward` by the FFI handler `target`, with further attributes."""
+    query, key, value = operands[:3]
+    batch, rows, heads = lse.shape
+    results = [jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype) for x in (query, key, value)]
+    dscale = jax.ShapeDtypeStruct(lse.shape, np.float32)
+    workspace = native.extension().backward_workspace_bytes(
+        batch, rows, key.shape[1], heads, key.shape[2], query.shape[3], value.shape[3], query.dtype.itemsize
+    )
+    call = _ffi_call(
+        target,
+        (*results, dscale, jax.ShapeDtypeStruct((workspace,), np.uint8)),
+        {**_attributes(problem, operands), "deterministic": problem.deterministic, **attributes},
+    )
+    rounding = jnp.zeros_like(lse) if lse_rounding is None else lse_rounding
+    dlse = jnp.zeros(0, np.float32) if dlse is None else dlse.astype(np.float32)
+    dquery, dkey, dvalue, dscale, _ = place(
+        call, (*_arrays(operands), out, lse, rounding, dout.astype(out.dtype), dlse)
+    )
+    return spec.Gradients(dquery, dkey, dvalue, dscale.sum((1, 2)))
+
+
+def _arrays(operands: spec.Operands) -> tuple[Array, ...]:
+    """The operands that every handler takes. Row bounds of no elements stand for the band's."""
+    none = jnp.zeros(0, np.int32)
+    bounds = (none if x is None else x for x in (operands.lower, operands.upper))
+    return (*operands[:3], operands.scale, *bounds)
+
+
+def _attributes(problem: spec.Problem, operands: spec.Operands) -> dict[str, Any]:
+    """The attributes that every handler takes. A side of the band that hides nothing is -T or S."""
+    low, high = problem.band if operands.lower is None else (None, None)
+    return {
+        "band_low": np.int32(-operands.query.shape[1] if low is None else low),
+        "band_high": np.int32(operands.key.shape[1] if high is None else high),
+        "softcap": np.float32(problem.softcap or 0),
+    }
+
+
+def _ffi_call(target: str, results: tuple[jax.ShapeDtypeStruct, ...], attributes: dict[str, Any]) -> Callable[..., Any]:
+    native.register()
+    call = jax.ffi.ffi_call(target, results)
+    return functools.partial(call, **attributes)
+
+
+def _on_gpu(call: Callable[..., Any], arrays: Any) -> Any:
+    return lax.platform_dependent(*arrays, cuda=call, default=refusal(call, _PLATFORM))
+
+
+def refusal(call: Callable[..., Any], sentence: str) -> Callable[..., Any]:
+    """A function of `call`'s arguments and results whose lowering raises NotImplementedError.
+
+    Args:
+      call: is only traced.
+      sentence: of the error, with `{platform}` for what it is lowered for.
+    """
+
+    def refuse(*arrays: Array) -> Any:
+        results, tree = jax.tree.flatten(jax.eval_shape(call, *arrays))
+        types = tuple((x.shape, x.dtype) for x in results)
+        return jax.tree.unflatten(tree, _refusal_p.bind(*arrays, types=types, sentence=sentence))
+
+    return refuse
+
+
+def _refuse(context: Any, *_: Any, sentence: str, **__: Any) -> Any:
+    platforms = context.platforms or context.module_context.platforms
+    raise NotImplementedError(sentence.format(platform=", ".join(platforms)))
+
+
+_refusal_p = Primitive("jax_fa4_refusal")
+_refusal_p.multiple_results = True
+_refusal_p.def_abstract_eval(lambda *_, types, sentence: [jax.core.ShapedArray(*one) for one in types])
+mlir.register_lowering(_refusal_p, _refuse)

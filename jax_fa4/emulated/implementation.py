@@ -1,0 +1,120 @@
+"""`emulated`: the CUDA kernels, executed on a CPU by the emulator.
+
+The custom calls of `cuda` with handlers for the CPU: they make the same plan for the GPU that is emulated, and run it
+with the PTX of the same kernels. It is slow; it is how the kernels are tested where there is no such GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, get_args
+
+import jax
+import numpy as np
+from jax import Array, lax
+
+from jax_fa4 import cuda, native
+from jax_fa4 import problem as spec
+
+Arch = Literal["sm_80", "sm_90", "sm_100", "sm_120"]
+Mode = Literal["strict", "relaxed"]
+_PLATFORM = "implementation='emulated' runs on the CPU, but this is for the platform '{platform}'."
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    arch: Arch = "sm_100"
+    mode: Mode = "strict"
+    seed: int = 0
+
+
+# Part of the key of jit's caches: what was traced under other options is traced again.
+_options = jax.make_user_context(_Options())
+
+
+class Emulation:
+    """What was emulated inside of an `options` block."""
+
+    def __init__(self) -> None:
+        self._first = len(self._all())
+        self._last: int | None = None
+
+    def close(self) -> None:
+        """Ends the list of launches."""
+        self._last = len(self._all())
+
+    @staticmethod
+    def _all() -> list[Any]:
+        return native.extension().emulated_launches()
+
+    @property
+    def launches(self) -> list[Any]:
+        """The launches that have ended, in that order.
+
+        Each has `kernel`, `module`, `target`, `grid`, `block`, `cluster`, `instructions` and `reports`. JAX runs
+        asynchronously: inside of the block, wait for results (`jax.block_until_ready`) before you look.
+        """
+        return self._all()[self._first : self._last]
+
+
+@contextlib.contextmanager
+def options(*, arch: Arch = "sm_100", mode: Mode = "strict", seed: int = 0) -> Iterator[Emulation]:
+    """Within this block, `implementation="emulated"` runs so; yields what lists the launches.
+
+    Args:
+      arch: the GPU that is emulated: "sm_80" (A100), "sm_90" (H200), "sm_100" (B200) or "sm_120" (RTX PRO 6000).
+      mode: "strict" also reports what hardware is known to forgive, and any report fails the call with an error that
+        carries it; in "relaxed" only what hardware does not survive does.
+      seed: of the scheduler that interleaves warps. The same seed gives the same run.
+
+    Raises:
+      ValueError: an option is not one of those.
+    """
+    for name, value, allowed in (("arch", arch, get_args(Arch)), ("mode", mode, get_args(Mode))):
+        if value not in allowed:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, but got {value!r}.")
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 1 << 63:
+        raise ValueError(f"seed must be an integer from 0 to 2^63 - 1, but got {seed!r}.")
+    run = Emulation()
+    try:
+        with _options(_Options(arch, mode, int(seed))):
+            yield run
+    finally:
+        run.close()
+
+
+def why_not(problem: spec.Problem, operands: spec.Operands, device: jax.Device | None) -> str | None:
+    """As every implementation's `why_not`."""
+    if device is not None and device.platform != "cpu":
+        return _PLATFORM.format(platform=device.platform)
+    return cuda.unsupported("emulated", operands) or _why_not_this_cpu()
+
+
+def forward(problem: spec.Problem, operands: spec.Operands) -> tuple[Array, Array, Array]:
+    """As every implementation's `forward`."""
+    return cuda.call_forward("jax_fa4_emulated_forward_v1", _attributes(), _on_cpu, problem, operands)
+
+
+def backward(problem: spec.Problem, *arrays: Any, with_bias: bool) -> spec.Gradients:
+    """As every implementation's `backward`."""
+    del with_bias
+    return cuda.call_backward("jax_fa4_emulated_backward_v1", _attributes(), _on_cpu, problem, *arrays)
+
+
+def _attributes() -> dict[str, Any]:
+    chosen = _options.value
+    return {"target": chosen.arch, "strict": chosen.mode == "strict", "seed": np.int64(chosen.seed)}
+
+
+def _why_not_this_cpu() -> str | None:
+    try:
+        native.emulator()
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def _on_cpu(call: Callable[..., Any], arrays: Any) -> Any:
+    return lax.platform_dependent(*arrays, cpu=call, default=cuda.refusal(call, _PLATFORM))

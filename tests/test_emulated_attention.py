@@ -1,0 +1,103 @@
+"""The suite on `emulated`, in strict mode; and what can be asked of an emulated call."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import attention_vectors
+import jax
+import numpy as np
+import pytest
+from cases import Sizes, operands
+from suite import AttentionSuite, masked
+
+from jax_fa4 import attention, emulated
+
+
+class TestEmulated(AttentionSuite):
+    implementation = "emulated"
+    dtypes = ("float16", "bfloat16", "float32")
+    dense = False
+
+
+SIZES = Sizes(batch=2, rows=70, keys=90, heads=4, kv_heads=2, width=8, value_width=12)
+CHOICE = {"is_causal": True, "left": 50, "right": None, "key_value_seq_lengths": "some"}
+
+
+def arguments(choice: Mapping[str, Any] = CHOICE, dtype: str = "float32") -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    return operands(SIZES, dtype, rng) | masked(SIZES, choice, rng)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
+def test_every_gpu(arch: emulated.implementation.Arch) -> None:
+    """The builds for each GPU, each with its own scheduler seed."""
+    with emulated.options(arch=arch, seed=int(arch[3:])) as run:
+        TestEmulated().check(arguments())
+        kernels = [launch.kernel for launch in run.launches]
+        assert kernels[0].startswith("forward_float32")
+        assert [kernel.split("_")[1] for kernel in kernels[1:]] == ["delta", "query", "key"]
+        assert {launch.target.rstrip("af") for launch in run.launches} == {arch}
+        assert all(not launch.reports for launch in run.launches)
+
+
+def test_same_bits_as_an_h200() -> None:
+    want = np.load(attention_vectors.FILE)
+    with emulated.options(arch="sm_90"):
+        got = attention_vectors.results("emulated")
+    assert set(got) == set(want)
+    for name, x in got.items():
+        np.testing.assert_array_equal(x, want[name], err_msg=name)
+
+
+def test_options_are_in_the_key_of_jit_caches() -> None:
+    call = jax.jit(lambda query, key, value: attention(query, key, value, implementation="emulated"))
+    arrays = operands(SIZES, "float32", np.random.default_rng(0))
+    targets = []
+    for arch in ("sm_90", "sm_100", "sm_90"):
+        with emulated.options(arch=arch) as run:
+            jax.block_until_ready(call(**arrays))
+            targets += [launch.target for launch in run.launches]
+    assert [target.rstrip("af") for target in targets] == ["sm_90", "sm_100", "sm_90"]
+    assert call._cache_size() == 2
+
+
+def test_launches_are_those_of_the_block() -> None:
+    arrays = operands(SIZES, "float32", np.random.default_rng(0))
+    with emulated.options() as outer:
+        jax.block_until_ready(attention(**arrays, implementation="emulated"))
+        with emulated.options(seed=3) as inner:
+            jax.block_until_ready(attention(**arrays, implementation="emulated"))
+    jax.block_until_ready(attention(**arrays, implementation="emulated"))
+    assert len(inner.launches) == 1
+    assert len(outer.launches) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"arch": "sm_70"}, "arch must be one of 'sm_80', 'sm_90', 'sm_100', 'sm_120', but got 'sm_70'."),
+        ({"mode": "lax"}, "mode must be one of 'strict', 'relaxed', but got 'lax'."),
+        ({"seed": -1}, "seed must be an integer from 0 to 2^63 - 1, but got -1."),
+        ({"seed": True}, "seed must be an integer from 0 to 2^63 - 1, but got True."),
+    ],
+)
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"), emulated.options(**options):
+        pass
+
+
+def test_another_seed_gives_the_same_bits() -> None:
+    arrays = operands(SIZES, "bfloat16", np.random.default_rng(0))
+
+    def loss(arrays: dict[str, Any]) -> jax.Array:
+        return (attention(**arrays, is_causal=True, implementation="emulated") ** 2).sum()
+
+    found = []
+    for seed in range(3):
+        with emulated.options(seed=seed):
+            found.append(jax.tree.map(np.asarray, jax.value_and_grad(loss)(arrays)))
+    for other in found[1:]:
+        jax.tree.map(np.testing.assert_array_equal, found[0], other)
