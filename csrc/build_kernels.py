@@ -115,13 +115,13 @@ def _no_working_directory() -> Iterator[None]:
     stay as they are.
     """
     before = os.getcwd()
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        os.chdir(folder)
-        os.rmdir(folder)
-        try:
-            yield
-        finally:
-            os.chdir(before)
+    folder = tempfile.mkdtemp()
+    os.chdir(folder)
+    os.rmdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
 
 
 def compile_kernel(source: str, target: str, root: Path = ROOT) -> tuple[bytes, bytes, str]:
@@ -170,10 +170,29 @@ def compile_kernel(source: str, target: str, root: Path = ROOT) -> tuple[bytes, 
         # instructions, say, or that a register limit has no effect.
         remarks = "\n".join(x for x in log.splitlines() if x.strip() and not re.match(_STATISTICS, x))
         if status or remarks:
+            remarks = _with_source_lines(remarks, output("PTX").rstrip(b"\0").decode())
             raise BuildError(f"{source} for {target}:\n{remarks or library.nvrtcGetErrorString(status).decode()}")
         return output("CUBIN"), output("PTX").rstrip(b"\0"), log
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _with_source_lines(remarks: str, ptx: str) -> str:
+    """Adds the lines of the source to remarks of the assembler, which names lines of the PTX only."""
+    files = dict(re.findall(r'^\s*\.file\s+(\d+) "(.*)"', ptx, re.MULTILINE))
+    lines = ptx.splitlines()
+    result = []
+    for remark in remarks.splitlines():
+        result.append(remark)
+        if place := re.match(r"ptxas .* ptx input, line (\d+);", remark):
+            before = lines[: int(place[1])]
+            text = before[-1].strip()
+            for line in reversed(before):
+                if loc := re.match(r"\s*\.loc\s+(\d+) (\d+) \d+(?:,.* inlined_at (\d+) (\d+))?", line):
+                    caller = f", inlined at {files[loc[3]]}({loc[4]})" if loc[3] else ""
+                    result.append(f"  {files[loc[1]]}({loc[2]}){caller}: {text}")
+                    break
+    return "\n".join(result)
 
 
 # Lines that --ptxas-options=-v adds to the log.

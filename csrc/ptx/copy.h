@@ -14,9 +14,8 @@ namespace jax_fa4::ptx {
 __device__ __forceinline__ void cp_async_bulk_tensor_2d_load(
     void* box, const void* map, int32_t column, int32_t row, uint64_t* barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%0], [%1, "
-      "{%2, "
-      "%3}], [%4];" ::"l"(__cvta_generic_to_shared(box)),
+      "cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3}], [%4];" ::"l"(__cvta_generic_to_shared(box)),
       "l"(map),
       "r"(column),
       "r"(row),
