@@ -4,6 +4,8 @@
 #include <nanobind/nanobind.h>
 
 #include "csrc/emulator/bindings.h"
+#include "csrc/host/bindings.h"
+#include "csrc/host/handlers.h"
 #include "csrc/host/probe.h"
 #include "xla/ffi/api/c_api.h"
 
@@ -18,14 +20,24 @@ nb::capsule HandlerCapsule(XLA_FFI_Handler* handler) {
   return nb::capsule(reinterpret_cast<void*>(handler));
 }
 
-// A target name ends in the version of its operands and attributes: an exported program names the
-// target it calls, so a change to either gets a new name and leaves the old one working.
+// Handlers as jax.ffi.register_ffi_target takes them: one capsule, or one for each stage.
 nb::dict Registrations() {
-  nb::dict cpu;
-  cpu["jax_fa4_probe_v1"] = HandlerCapsule(&ProbeHandler);
-
   nb::dict targets_by_platform;
-  targets_by_platform["cpu"] = cpu;
+  const auto add = [&](const char* platform, const char* name, nb::object handler) {
+    if (!targets_by_platform.contains(platform)) targets_by_platform[platform] = nb::dict();
+    targets_by_platform[platform][name] = handler;
+  };
+  add("cpu", "jax_fa4_probe_v1", HandlerCapsule(&ProbeHandler));
+  for (const CallTarget& target : CallTargets()) {
+    if (target.initialize == nullptr) {
+      add(target.platform, target.name, HandlerCapsule(target.execute));
+      continue;
+    }
+    nb::dict stages;
+    stages["initialize"] = HandlerCapsule(target.initialize);
+    stages["execute"] = HandlerCapsule(target.execute);
+    add(target.platform, target.name, stages);
+  }
   return targets_by_platform;
 }
 
@@ -34,6 +46,7 @@ nb::dict Registrations() {
 NB_MODULE(_native, m) {
   m.doc() = "XLA FFI handlers of jax_fa4; use jax_fa4.native, which registers them.";
   emulator::AddBindings(m);
+  AddHostBindings(m);
   m.def(
       "emulator_runs_here",
       [] {
@@ -46,7 +59,8 @@ NB_MODULE(_native, m) {
       "Whether this CPU has the instructions that the emulator was compiled for.");
   m.def("registrations",
         &Registrations,
-        "Returns {platform: {target name: capsule that holds the FFI handler}}.");
+        "Returns {platform: {target name: capsule that holds the FFI handler, or {stage: "
+        "capsule}}}.");
   m.def(
       "ffi_api_version",
       [] { return nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); },

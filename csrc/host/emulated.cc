@@ -1,0 +1,177 @@
+#include "csrc/host/emulated.h"
+
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <stdexcept>
+#include <utility>
+
+#include "csrc/emulator/machine.h"
+#include "csrc/emulator/numerics.h"
+#include "csrc/emulator/tensor_map.h"
+#include "csrc/host/kernel_files.h"
+
+namespace jax_fa4 {
+namespace {
+
+struct EmulatedGpu {
+  std::string_view target;
+  Device device;
+};
+// Multiprocessors and caches of an A100, an H200, a B200 and an RTX 5090.
+constexpr EmulatedGpu kGpus[] = {{"sm_80", {8, 0, 108, 40 << 20}},
+                                 {"sm_90", {9, 0, 132, 50 << 20}},
+                                 {"sm_100", {10, 0, 148, 126 << 20}},
+                                 {"sm_120", {12, 0, 170, 96 << 20}}};
+
+// Where buffers lie for kernels: far from null, and with a gap behind each, so that an index that
+// is a little off hits nothing.
+constexpr uint64_t kFirstAddress = UINT64_C(0x7F00'0000'0000);
+constexpr uint64_t kGap = 1 << 20, kPage = 4096;
+
+// A kernel of a file, decoded once.
+std::shared_ptr<const emulator::Program> Load(const KernelFile& file, const std::string& name) {
+  static std::mutex mutex;
+  static std::map<std::string, std::shared_ptr<const emulator::ptx::Module>> modules;
+  static std::map<std::pair<std::string, std::string>, std::shared_ptr<const emulator::Program>>
+      programs;
+  const std::lock_guard lock(mutex);
+  std::shared_ptr<const emulator::Program>& program = programs[{file.path, name}];
+  if (program != nullptr) return program;
+  std::shared_ptr<const emulator::ptx::Module>& module = modules[file.path];
+  if (module == nullptr) module = emulator::ptx::Parse(Read(file));
+  for (const auto& kernel : module->kernels) {
+    if (kernel->name == name) return program = emulator::Decode(module, *kernel);
+  }
+  throw std::runtime_error("the kernel file " + file.path + " has no kernel " + name + ".");
+}
+
+// ---- Recording
+
+std::mutex record_mutex;
+bool is_recording = false, is_tracing = false;
+uint64_t next_launch = 0;
+std::vector<std::shared_ptr<const EmulatedLaunch>> record;
+
+bool IsTracing() {
+  const std::lock_guard lock(record_mutex);
+  return is_tracing;
+}
+
+void Record(EmulatedLaunch launch) {
+  const std::lock_guard lock(record_mutex);
+  if (!is_recording) return;
+  launch.id = next_launch++;
+  record.push_back(std::make_shared<const EmulatedLaunch>(std::move(launch)));
+}
+
+}  // namespace
+
+const Device& EmulatedDevice(std::string_view target) {
+  std::string names;
+  for (const EmulatedGpu& gpu : kGpus) {
+    if (gpu.target == target) return gpu.device;
+    names += (names.empty() ? "" : ", ") + std::string(gpu.target);
+  }
+  throw std::invalid_argument("the attribute `target` must be one of " + names + ", not " +
+                              std::string(target) + ".");
+}
+
+void ExecuteEmulated(const Plan& plan,
+                     const Device& device,
+                     std::span<void* const> buffers,
+                     bool strict,
+                     uint64_t seed) {
+  if (!emulator::TablesAreLoaded()) {
+    throw std::runtime_error("the tables of approximate functions are not loaded.");
+  }
+  std::vector<emulator::Buffer> memory;
+  std::vector<uint64_t> addresses;
+  uint64_t address = kFirstAddress;
+  for (size_t i = 0; i < plan.buffers.size(); ++i) {
+    const Plan::Buffer& buffer = plan.buffers[i];
+    addresses.push_back(address);
+    if (buffer.bytes == 0) continue;
+    if (buffer.is_result) std::memset(buffers[i], 0xFF, buffer.bytes);
+    memory.push_back(
+        {buffer.name, static_cast<uint8_t*>(buffers[i]), buffer.bytes, buffer.is_result, address});
+    address += (buffer.bytes + kPage - 1) / kPage * kPage + kGap;
+  }
+
+  for (const Launch& launch : plan.launches) {
+    const KernelFile file = FileForEmulator(launch.module, device.major, device.minor);
+    emulator::Launch emulated;
+    emulated.program = Load(file, launch.kernel);
+    emulated.grid = launch.grid;
+    emulated.block = launch.block;
+    emulated.cluster = launch.cluster;
+    emulated.dynamic_shared_bytes = launch.dynamic_shared_bytes;
+    emulated.parameters.resize(launch.parameters.size());
+    std::memcpy(emulated.parameters.data(), launch.parameters.data(), launch.parameters.size());
+    for (const Address& one : launch.addresses) {
+      const uint64_t value = addresses[one.buffer] + one.offset;
+      std::memcpy(emulated.parameters.data() + one.at, &value, sizeof(value));
+    }
+    for (const TensorMapParameter& one : launch.tensor_maps) {
+      emulator::TensorMap map = one.map;
+      map.global_address = addresses[one.buffer] + one.offset;
+      const std::string fault = emulator::Validate(map);
+      if (!fault.empty())
+        throw std::runtime_error("a tensor map of " + launch.kernel + ": " + fault);
+      const auto bytes = emulator::EncodeTensorMap(map);
+      std::memcpy(emulated.parameters.data() + one.at, bytes.data(), bytes.size());
+    }
+    emulated.buffers = memory;
+    emulator::Options options;
+    options.seed = seed;
+    options.strict = strict;
+    options.sm_count = static_cast<uint32_t>(device.sm_count);
+    options.trace = IsTracing();
+    emulator::Machine machine(std::move(emulated), std::move(options));
+    const std::vector<emulator::Report>& reports = machine.Run();
+    Record({0,
+            launch.module,
+            file.target,
+            launch.kernel,
+            launch.grid,
+            launch.cluster,
+            launch.block,
+            launch.dynamic_shared_bytes,
+            machine.instructions_executed(),
+            reports,
+            machine.trace()});
+    bool failed = false;
+    std::string texts;
+    for (const emulator::Report& report : reports) {
+      failed = failed || strict || report.fatal;
+      texts += "\n\n" + report.Text();
+    }
+    if (failed) {
+      throw std::runtime_error("the emulator reports about the kernel " + launch.kernel + " of " +
+                               launch.module + "." + file.target + ":" + texts);
+    }
+  }
+}
+
+void RecordEmulatedLaunches(bool on, bool trace) {
+  const std::lock_guard lock(record_mutex);
+  is_recording = on;
+  is_tracing = on && trace;
+  if (!on) record.clear();
+}
+
+uint64_t NextEmulatedLaunch() {
+  const std::lock_guard lock(record_mutex);
+  return next_launch;
+}
+
+std::vector<std::shared_ptr<const EmulatedLaunch>> EmulatedLaunches(uint64_t first) {
+  const std::lock_guard lock(record_mutex);
+  std::vector<std::shared_ptr<const EmulatedLaunch>> launches;
+  for (const auto& launch : record) {
+    if (launch->id >= first) launches.push_back(launch);
+  }
+  return launches;
+}
+
+}  // namespace jax_fa4

@@ -1,0 +1,197 @@
+#include "csrc/host/handlers.h"
+
+#include <cstdint>
+#include <exception>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+
+#include "csrc/host/array_text.h"
+#include "csrc/host/driver.h"
+#include "csrc/host/emulated.h"
+#include "csrc/host/plan.h"
+
+namespace jax_fa4 {
+namespace {
+
+namespace ffi = xla::ffi;
+
+// The attributes of a call, each of which has to be taken once.
+class Attributes {
+ public:
+  explicit Attributes(const ffi::Dictionary& dictionary) : dictionary_(dictionary) {}
+
+  template <typename T>
+  T Take(const char* name, const char* type) {
+    const ffi::ErrorOr<T> value = dictionary_.get<T>(name);
+    if (!value.has_value()) {
+      throw std::invalid_argument("the attribute `" + std::string(name) + "` must be " + type +
+                                  ": " + value.error().message() + ".");
+    }
+    names_ += (names_.empty() ? "" : ", ") + std::string(name);
+    ++taken_;
+    return *value;
+  }
+
+  void Finish() const {
+    if (dictionary_.size() != taken_) {
+      throw std::invalid_argument("the attributes must be " +
+                                  (names_.empty() ? std::string("none") : names_) +
+                                  ", but there are " + std::to_string(dictionary_.size()) + ".");
+    }
+  }
+
+ private:
+  const ffi::Dictionary& dictionary_;
+  size_t taken_ = 0;
+  std::string names_;
+};
+
+void TakeForward(Attributes& attributes, ForwardAttributes* forward) {
+  forward->band_low = attributes.Take<int32_t>("band_low", "an int32");
+  forward->band_high = attributes.Take<int32_t>("band_high", "an int32");
+  forward->softcap = attributes.Take<float>("softcap", "a float32");
+}
+
+// A decoded call: what differs between the three operations is how attributes become a plan.
+struct Forward {
+  static constexpr const char* kName = "jax_fa4_forward_v1";
+  static constexpr const char* kEmulatedName = "jax_fa4_emulated_forward_v1";
+  ForwardAttributes attributes;
+  explicit Forward(Attributes& all) { TakeForward(all, &attributes); }
+  Plan MakePlan(std::span<const Array> arrays, const Device& device) const {
+    return ForwardPlan(arrays, attributes, device);
+  }
+};
+
+struct Backward {
+  static constexpr const char* kName = "jax_fa4_backward_v1";
+  static constexpr const char* kEmulatedName = "jax_fa4_emulated_backward_v1";
+  BackwardAttributes attributes;
+  explicit Backward(Attributes& all) {
+    TakeForward(all, &attributes);
+    attributes.deterministic = all.Take<bool>("deterministic", "a bool");
+  }
+  Plan MakePlan(std::span<const Array> arrays, const Device& device) const {
+    return BackwardPlan(arrays, attributes, device);
+  }
+};
+
+struct TensorCopy {
+  static constexpr const char* kName = "jax_fa4_tensor_copy_v1";
+  static constexpr const char* kEmulatedName = "jax_fa4_emulated_tensor_copy_v1";
+  explicit TensorCopy(Attributes&) {}
+  Plan MakePlan(std::span<const Array> arrays, const Device& device) const {
+    return TensorCopyPlan(arrays, device);
+  }
+};
+
+// Operands, then results.
+struct Buffers {
+  std::vector<Array> arrays;
+  std::vector<void*> addresses;
+
+  Buffers(const ffi::RemainingArgs& operands, const ffi::RemainingRets& results) {
+    for (size_t i = 0; i < operands.size(); ++i) Add(*operands.get<ffi::AnyBuffer>(i));
+    for (size_t i = 0; i < results.size(); ++i) Add(**results.get<ffi::AnyBuffer>(i));
+  }
+
+ private:
+  void Add(const ffi::AnyBuffer& buffer) {
+    const ffi::AnyBuffer::Dimensions dims = buffer.dimensions();
+    arrays.push_back({DtypeName(buffer.element_type()), {dims.begin(), dims.size()}});
+    addresses.push_back(buffer.untyped_data());
+  }
+};
+
+// Nothing may be thrown through XLA: runs `body`, and what it throws becomes the call's error.
+template <typename Body>
+ffi::Error Guard(const char* name, Body body) {
+  const auto text = [&](const std::exception& error) {
+    return std::string(name) + ": " + error.what();
+  };
+  try {
+    body();
+  } catch (const std::invalid_argument& error) {
+    return ffi::Error::InvalidArgument(text(error));
+  } catch (const std::exception& error) {
+    return ffi::Error::Internal(text(error));
+  }
+  return ffi::Error::Success();
+}
+
+template <typename Operation, bool kExecutes>
+ffi::Error OnDriver(CUstream stream,
+                    ffi::RemainingArgs operands,
+                    ffi::RemainingRets results,
+                    ffi::Dictionary dictionary) {
+  return Guard(Operation::kName, [&] {
+    Attributes attributes(dictionary);
+    const Operation operation(attributes);
+    attributes.Finish();
+    const Buffers buffers(operands, results);
+    StreamContext context(stream);
+    const Plan plan = operation.MakePlan(buffers.arrays, context.device());
+    if constexpr (kExecutes) {
+      context.Execute(plan, buffers.addresses);
+    } else {
+      context.Load(plan);
+    }
+  });
+}
+
+template <typename Operation>
+ffi::Error OnEmulator(ffi::RemainingArgs operands,
+                      ffi::RemainingRets results,
+                      ffi::Dictionary dictionary) {
+  return Guard(Operation::kEmulatedName, [&] {
+    Attributes attributes(dictionary);
+    const Operation operation(attributes);
+    const Device& device = EmulatedDevice(attributes.Take<std::string_view>("target", "a string"));
+    const bool strict = attributes.Take<bool>("strict", "a bool");
+    const uint64_t seed = static_cast<uint64_t>(attributes.Take<int64_t>("seed", "an int64"));
+    attributes.Finish();
+    const Buffers buffers(operands, results);
+    const Plan plan = operation.MakePlan(buffers.arrays, device);
+    ExecuteEmulated(plan, device, buffers.addresses, strict, seed);
+  });
+}
+
+template <typename Operation, ffi::ExecutionStage kStage>
+XLA_FFI_Error* DriverHandler(XLA_FFI_CallFrame* call_frame) {
+  static const auto* handler = ffi::Ffi::Bind<kStage>()
+                                   .template Ctx<ffi::PlatformStream<CUstream>>()
+                                   .RemainingArgs()
+                                   .RemainingRets()
+                                   .Attrs()
+                                   .To(OnDriver<Operation, kStage == ffi::ExecutionStage::kExecute>,
+                                       {ffi::Traits::kCmdBufferCompatible})
+                                   .release();
+  return handler->Call(call_frame);
+}
+
+template <typename Operation>
+XLA_FFI_Error* EmulatorHandler(XLA_FFI_CallFrame* call_frame) {
+  static const auto* handler =
+      ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs().To(OnEmulator<Operation>).release();
+  return handler->Call(call_frame);
+}
+
+}  // namespace
+
+std::vector<CallTarget> CallTargets() {
+  std::vector<CallTarget> targets;
+  const auto add = [&]<typename Operation>(Operation*) {
+    targets.push_back({"CUDA",
+                       Operation::kName,
+                       &DriverHandler<Operation, ffi::ExecutionStage::kInitialize>,
+                       &DriverHandler<Operation, ffi::ExecutionStage::kExecute>});
+    targets.push_back({"cpu", Operation::kEmulatedName, nullptr, &EmulatorHandler<Operation>});
+  };
+  add(static_cast<Forward*>(nullptr));
+  add(static_cast<Backward*>(nullptr));
+  add(static_cast<TensorCopy*>(nullptr));
+  return targets;
+}
+
+}  // namespace jax_fa4
