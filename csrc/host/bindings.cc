@@ -125,8 +125,13 @@ void AddHostBindings(nb::module_& m) {
         &BackwardWorkspaceBytes,
         nb::arg("batch"),
         nb::arg("rows"),
+        nb::arg("keys"),
         nb::arg("heads"),
-        "Size of the backward's result `workspace`.");
+        nb::arg("kv_heads"),
+        nb::arg("width"),
+        nb::arg("value_width"),
+        nb::arg("itemsize"),
+        "Size of the backward's result `workspace`, which serves every GPU.");
 
   m.def(
       "forward_plan",
@@ -181,20 +186,14 @@ void AddHostBindings(nb::module_& m) {
       .def_ro("block", &EmulatedLaunch::block)
       .def_ro("dynamic_shared_bytes", &EmulatedLaunch::dynamic_shared_bytes)
       .def_ro("instructions", &EmulatedLaunch::instructions)
-      .def_ro("reports", &EmulatedLaunch::reports)
-      .def_prop_ro("trace", [](const EmulatedLaunch& self) { return self.trace; });
-  m.def("record_emulated_launches",
-        &RecordEmulatedLaunches,
-        nb::arg("on"),
-        nb::arg("trace") = false,
-        "Starts recording emulated launches, with a trace of each or not, or ends and forgets it.");
+      .def_ro("reports", &EmulatedLaunch::reports);
   m.def("next_emulated_launch",
         &NextEmulatedLaunch,
-        "The id of the first launch that is not recorded yet.");
+        "The id that the next emulated launch will get.");
   m.def("emulated_launches",
         &EmulatedLaunches,
         nb::arg("first") = 0,
-        "The launches recorded from that id on.");
+        "The emulated launches of this process that have ended, from that id on.");
 }
 
 }  // namespace jax_fa4

@@ -1,6 +1,7 @@
 #include "csrc/host/emulated.h"
 
 #include <cstring>
+#include <deque>
 #include <map>
 #include <mutex>
 #include <stdexcept>
@@ -46,23 +47,17 @@ std::shared_ptr<const emulator::Program> Load(const KernelFile& file, const std:
   throw std::runtime_error("the kernel file " + file.path + " has no kernel " + name + ".");
 }
 
-// ---- Recording
+constexpr size_t kRemembered = 100'000;
 
 std::mutex record_mutex;
-bool is_recording = false, is_tracing = false;
 uint64_t next_launch = 0;
-std::vector<std::shared_ptr<const EmulatedLaunch>> record;
-
-bool IsTracing() {
-  const std::lock_guard lock(record_mutex);
-  return is_tracing;
-}
+std::deque<std::shared_ptr<const EmulatedLaunch>> record;
 
 void Record(EmulatedLaunch launch) {
   const std::lock_guard lock(record_mutex);
-  if (!is_recording) return;
   launch.id = next_launch++;
   record.push_back(std::make_shared<const EmulatedLaunch>(std::move(launch)));
+  if (record.size() > kRemembered) record.pop_front();
 }
 
 }  // namespace
@@ -126,7 +121,6 @@ void ExecuteEmulated(const Plan& plan,
     options.seed = seed;
     options.strict = strict;
     options.sm_count = static_cast<uint32_t>(device.sm_count);
-    options.trace = IsTracing();
     emulator::Machine machine(std::move(emulated), std::move(options));
     const std::vector<emulator::Report>& reports = machine.Run();
     Record({0,
@@ -138,8 +132,7 @@ void ExecuteEmulated(const Plan& plan,
             launch.block,
             launch.dynamic_shared_bytes,
             machine.instructions_executed(),
-            reports,
-            machine.trace()});
+            reports});
     bool failed = false;
     std::string texts;
     for (const emulator::Report& report : reports) {
@@ -151,13 +144,6 @@ void ExecuteEmulated(const Plan& plan,
                                launch.module + "." + file.target + ":" + texts);
     }
   }
-}
-
-void RecordEmulatedLaunches(bool on, bool trace) {
-  const std::lock_guard lock(record_mutex);
-  is_recording = on;
-  is_tracing = on && trace;
-  if (!on) record.clear();
 }
 
 uint64_t NextEmulatedLaunch() {

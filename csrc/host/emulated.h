@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "csrc/emulator/report.h"
-#include "csrc/emulator/trace.h"
 #include "csrc/host/plan.h"
 
 namespace jax_fa4 {
@@ -31,23 +30,19 @@ void ExecuteEmulated(const Plan& plan,
                      bool strict,
                      uint64_t seed);
 
-// ---- Recording, for the whole process
-
+// A launch that has ended.
 struct EmulatedLaunch {
-  uint64_t id = 0;  // launches that are recorded are numbered from 0 on, in the order of their ends
+  uint64_t id = 0;  // numbers the launches of the process from 0 on, in the order of their ends
   std::string module, target, kernel;
   std::array<uint32_t, 3> grid, cluster, block;
   uint32_t dynamic_shared_bytes = 0;
   uint64_t instructions = 0;
   std::vector<emulator::Report> reports;
-  std::shared_ptr<const emulator::Trace> trace;  // null unless it was asked for
 };
 
-// From now on launches that end are recorded, or are not any more, which also forgets them.
-void RecordEmulatedLaunches(bool on, bool trace);
 // The id that the next launch will get.
 uint64_t NextEmulatedLaunch();
-// The launches recorded from that id on.
+// Launches from that id on. Only the last hundred thousand of the process are remembered.
 std::vector<std::shared_ptr<const EmulatedLaunch>> EmulatedLaunches(uint64_t first);
 
 }  // namespace jax_fa4

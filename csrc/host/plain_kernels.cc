@@ -119,4 +119,10 @@ std::vector<Launch> BackwardLaunches(const Problem& problem) {
   return {delta, query, key};
 }
 
+// `delta`.
+uint64_t WorkspaceBytes(int64_t batch, int64_t rows, int64_t heads) {
+  return sizeof(float) * static_cast<uint64_t>(batch) * static_cast<uint64_t>(rows) *
+         static_cast<uint64_t>(heads);
+}
+
 }  // namespace jax_fa4::sm80

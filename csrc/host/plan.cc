@@ -238,15 +238,22 @@ Plan BackwardPlan(std::span<const Array> all,
   arrays.ExpectArray("dvalue", problem.dtype, {batch, keys, kv_heads, value_width});
   arrays.ExpectArray("dscale", "float32", {batch, rows, heads});
   Plan plan{arrays.Buffers(), {}};
-  const uint64_t workspace = BackwardWorkspaceBytes(batch, rows, heads);
+  const uint64_t workspace = BackwardWorkspaceBytes(
+      batch, rows, keys, heads, kv_heads, width, value_width, problem.dtype == "float32" ? 4 : 2);
   arrays.ExpectArray("workspace", "uint8", {static_cast<int64_t>(workspace)});
   plan.launches = Choose(problem, device).backward(problem);
   return plan;
 }
 
-uint64_t BackwardWorkspaceBytes(int64_t batch, int64_t rows, int64_t heads) {
-  return sizeof(float) * static_cast<uint64_t>(batch) * static_cast<uint64_t>(rows) *
-         static_cast<uint64_t>(heads);
+uint64_t BackwardWorkspaceBytes(int64_t batch,
+                                int64_t rows,
+                                int64_t /*keys*/,
+                                int64_t heads,
+                                int64_t /*kv_heads*/,
+                                int64_t /*width*/,
+                                int64_t /*value_width*/,
+                                int64_t /*itemsize*/) {
+  return sm80::WorkspaceBytes(batch, rows, heads);
 }
 
 }  // namespace jax_fa4

@@ -109,8 +109,16 @@ Plan BackwardPlan(std::span<const Array> arrays,
 // Copies a matrix of elements of 2 or 4 bytes through shared memory with tensor maps.
 Plan TensorCopyPlan(std::span<const Array> arrays, const Device& device);
 
-// Bytes of the backward's workspace, whatever GPU it will run on.
-uint64_t BackwardWorkspaceBytes(int64_t batch, int64_t rows, int64_t heads);
+// Bytes of the backward's workspace, enough whatever GPU it will run on: shapes are fixed before
+// that is known.
+uint64_t BackwardWorkspaceBytes(int64_t batch,
+                                int64_t rows,
+                                int64_t keys,
+                                int64_t heads,
+                                int64_t kv_heads,
+                                int64_t width,
+                                int64_t value_width,
+                                int64_t itemsize);
 
 }  // namespace jax_fa4
 

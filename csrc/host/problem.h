@@ -38,6 +38,7 @@ namespace sm80 {
 std::string WhyNot(const Problem& problem, const Device& device);
 std::vector<Launch> ForwardLaunches(const Problem& problem);
 std::vector<Launch> BackwardLaunches(const Problem& problem);
+uint64_t WorkspaceBytes(int64_t batch, int64_t rows, int64_t heads);
 }  // namespace sm80
 
 }  // namespace jax_fa4
