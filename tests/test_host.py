@@ -1,0 +1,659 @@
+"""The host path of the kernels: plans, the choice of a kernel file, the driver's absence, and emulated calls."""
+
+import ctypes.util
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from nvrtc import compile_ptx
+
+import jax_fa4._native as extension
+from jax_fa4 import native
+
+ROOT = Path(__file__).parent.parent
+
+# Fields of `Parameters` in csrc/sm80/config.h: addresses, then numbers.
+ADDRESSES = (
+    "query",
+    "key",
+    "value",
+    "scale",
+    "lower",
+    "upper",
+    "out",
+    "lse",
+    "lse_rounding",
+    "dout",
+    "dlse",
+    "delta",
+    "dquery",
+    "dkey",
+    "dvalue",
+    "dscale",
+)
+NUMBERS = (
+    "batch",
+    "rows",
+    "keys",
+    "heads",
+    "kv_heads",
+    "width",
+    "value_width",
+    "query_batch",
+    "key_batch",
+    "value_batch",
+    "scale_batch",
+    "lower_batch",
+    "upper_batch",
+    "band_low",
+    "band_high",
+    "softcap",
+    "out_is_float",
+)
+FORWARD = ("query", "key", "value", "scale", "lower", "upper", "out", "lse", "lse_rounding")
+
+
+def forward_arrays(
+    B=2, T=128, S=96, N=4, K=2, D=64, Dv=None, dtype="bfloat16", out_dtype=None, bounds=None, lead=None, **changes
+):
+    """Dtype and shape of a forward's operands and results by name; `lead` has the length of leading axes."""
+    Dv, lead = Dv or D, lead or {}
+    bound = (0,) if bounds is None else (bounds, T)
+    arrays = {
+        "query": (dtype, (lead.get("query", B), T, N, D)),
+        "key": (dtype, (lead.get("key", B), S, K, D)),
+        "value": (dtype, (lead.get("value", B), S, K, Dv)),
+        "scale": ("float32", (lead.get("scale", 1),)),
+        "lower": ("int32", bound),
+        "upper": ("int32", bound),
+        "out": (out_dtype or dtype, (B, T, N, Dv)),
+        "lse": ("float32", (B, T, N)),
+        "lse_rounding": ("float32", (B, T, N)),
+    }
+    return arrays | changes
+
+
+def backward_arrays(with_dlse=True, B=2, T=128, S=96, N=4, K=2, D=64, Dv=None, dtype="bfloat16", **rest):
+    arrays = forward_arrays(B, T, S, N, K, D, Dv, dtype)
+    more = {
+        "dout": arrays["out"],
+        "dlse": ("float32", (B, T, N) if with_dlse else (0,)),
+        "dquery": (dtype, (B, T, N, D)),
+        "dkey": (dtype, (B, S, K, D)),
+        "dvalue": (dtype, (B, S, K, Dv or D)),
+        "dscale": ("float32", (B, T, N)),
+        "workspace": (
+            "uint8",
+            (extension.backward_workspace_bytes(B, T, S, N, K, D, Dv or D, 4 if dtype == "float32" else 2),),
+        ),
+    }
+    return arrays | more | rest
+
+
+def forward_plan(arrays, capability=(9, 0), band=(-128, 96), softcap=0.0):
+    return extension.forward_plan(capability, [(d, list(s)) for d, s in arrays.values()], *band, softcap)
+
+
+def backward_plan(arrays, capability=(9, 0), band=(-128, 96), softcap=0.0, deterministic=True):
+    return extension.backward_plan(
+        capability, [(d, list(s)) for d, s in arrays.values()], *band, softcap, deterministic
+    )
+
+
+def fields(launch):
+    """Numbers of a launch's parameters by name; and which buffer each address is of."""
+    data = launch["parameters"]
+    assert len(data) == 8 * len(ADDRESSES) + 4 * len(NUMBERS) + 4  # padded to 8 bytes
+    assert not any(data[: 8 * len(ADDRESSES)])
+    numbers = dict(zip(NUMBERS, struct.unpack_from("15if1i", data, 8 * len(ADDRESSES)), strict=True))
+    addresses = {}
+    for at, (buffer, offset) in launch["addresses"].items():
+        assert offset == 0
+        addresses[ADDRESSES[at // 8]] = buffer
+    return numbers, addresses
+
+
+def ceil(a, b):
+    return -(-a // b)
+
+
+# ---- Plans
+
+
+def tile(launch_of):
+    """How much of a size one CTA takes; `launch_of` makes the launch for a size."""
+    return next(size for size in range(1, 129) if launch_of(size)["grid"] != launch_of(size + 1)["grid"])
+
+
+MAX_SHARED_BYTES = 99 << 10  # of a CTA on sm_86, sm_89 and sm_120
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize(("D", "Dv", "width"), [(64, 64, 64), (8, 72, 128), (128, 16, 128), (256, 256, 256)])
+def test_forward_plan(dtype, D, Dv, width):
+    def launch_of(T):
+        arrays = forward_arrays(B=3, T=T, S=77, N=6, K=3, D=D, Dv=Dv, dtype=dtype)
+        (launch,) = forward_plan(arrays, softcap=30.0)
+        return launch
+
+    launch = launch_of(130)
+    assert launch["module"] == "sm80_forward"
+    assert launch["kernel"] == f"forward_{dtype}_{width}"
+    assert launch["grid"] == (ceil(130, tile(launch_of)) * 6 * 3, 1, 1)
+    assert launch["block"] == (256, 1, 1)
+    assert launch["cluster"] == (1, 1, 1)
+    assert 0 < launch["dynamic_shared_bytes"] <= MAX_SHARED_BYTES
+    numbers, addresses = fields(launch)
+    assert numbers == {
+        "batch": 3,
+        "rows": 130,
+        "keys": 77,
+        "heads": 6,
+        "kv_heads": 3,
+        "width": D,
+        "value_width": Dv,
+        "query_batch": 3,
+        "key_batch": 3,
+        "value_batch": 3,
+        "scale_batch": 1,
+        "lower_batch": 0,
+        "upper_batch": 0,
+        "band_low": -128,
+        "band_high": 96,
+        "softcap": 30.0,
+        "out_is_float": int(dtype == "float32"),
+    }
+    assert addresses == {name: name for name in FORWARD if name not in ("lower", "upper")}
+
+
+def test_leading_axes_may_be_shorter_and_row_bounds_are_passed():
+    lead = {"query": 2, "key": 1, "value": 3, "scale": 6}
+    (launch,) = forward_plan(forward_arrays(B=6, bounds=3, lead=lead))
+    numbers, addresses = fields(launch)
+    assert [numbers[f"{name}_batch"] for name in ("query", "key", "value", "scale", "lower", "upper")] == [
+        *(2, 1, 3, 6, 3, 3)
+    ]
+    assert addresses == {name: name for name in FORWARD}
+
+
+def test_out_may_be_float32():
+    for out_dtype, flag in (("float32", 1), ("bfloat16", 0)):
+        numbers, _ = fields(forward_plan(forward_arrays(out_dtype=out_dtype))[0])
+        assert numbers["out_is_float"] == flag
+
+
+@pytest.mark.parametrize("dlse", [True, False])
+@pytest.mark.parametrize(("D", "width"), [(40, 64), (128, 128), (192, 256)])
+def test_backward_plan(dlse, D, width):
+    def launches_of(T=130, S=77):
+        return backward_plan(backward_arrays(dlse, B=3, T=T, S=S, N=6, K=3, D=D, dtype="float16"))
+
+    delta, query, key = launches_of()
+    assert delta["kernel"] == "backward_delta_float16"
+    assert query["kernel"] == f"backward_query_float16_{width}"
+    assert key["kernel"] == f"backward_key_float16_{width}"
+    assert delta["grid"] == (ceil(3 * 130 * 6, 8), 1, 1)
+    assert query["grid"] == (ceil(130, tile(lambda T: launches_of(T=T)[1])) * 6 * 3, 1, 1)
+    assert key["grid"] == (ceil(77, tile(lambda S: launches_of(S=S)[2])) * 3 * 3, 1, 1)
+    assert delta["dynamic_shared_bytes"] == 0
+    for launch in (query, key):
+        assert 0 < launch["dynamic_shared_bytes"] <= MAX_SHARED_BYTES
+    expected = {name: name for name in ADDRESSES if name not in ("lower", "upper", "dlse")} | {"delta": "workspace"}
+    if dlse:
+        expected["dlse"] = "dlse"
+    for launch in (delta, query, key):
+        assert launch["module"] == "sm80_backward"
+        assert launch["block"] == (256, 1, 1)
+        assert fields(launch)[1] == expected
+        assert fields(launch)[0] == fields(delta)[0]
+
+
+def test_plans_count_in_64_bits():
+    # 2^33 elements of query and out, 2^32 bytes of lse.
+    (launch,) = forward_plan(forward_arrays(B=16, T=1 << 20, S=1 << 20, N=64, K=8, D=8), band=(-(1 << 20), 1 << 20))
+    assert launch["grid"][0] >= (1 << 13) * 64 * 16
+    assert extension.backward_workspace_bytes(16, 1 << 20, 1 << 20, 64, 8, 8, 8, 2) == 1 << 32
+    delta, query, _ = backward_plan(backward_arrays(B=16, T=1 << 20, S=1 << 20, N=64, K=8, D=8), band=(0, 1))
+    assert delta["grid"] == (1 << 27, 1, 1)
+    assert query["grid"][0] >= (1 << 13) * 64 * 16
+
+
+def test_a_grid_that_is_too_large_is_refused():
+    arrays = forward_arrays(B=1 << 15, T=1, S=1, N=1 << 16, K=1, D=1)
+    with pytest.raises(ValueError, match=re.escape("a grid of 2147483648 CTAs, and a grid has at most 2^31 - 1")):
+        forward_plan(arrays)
+
+
+def test_bands_that_overflow_are_refused():
+    rows = (1 << 31) - 1
+    arrays = forward_arrays(B=1, T=rows, N=1, K=1)
+    assert forward_plan(arrays, band=(-rows, 1))
+    with pytest.raises(ValueError, match=r"`band_high` must be at most 1 for 2147483647 rows, not 2\."):
+        forward_plan(arrays, band=(-rows, 2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"query": ("float64", (2, 128, 4, 64))}, "the operand `query` must be of float16, bfloat16 or float32, not"),
+        ({"query": ("bfloat16", (2, 128, 64))}, "the operand `query` must be of 4 dimensions (b, T, N, D), not"),
+        ({"query": ("bfloat16", (2, 0, 4, 64))}, "every size from 1 to 2^31 - 1, not bfloat16[2,0,4,64]"),
+        ({"query": ("bfloat16", (3, 128, 4, 64))}, "`query` must be bfloat16[b,128,4,64] with a b that divides 2"),
+        (
+            {"key": ("float16", (2, 96, 2, 64))},
+            "`key` must be bfloat16[b,96,2,64] with a b that divides 2, not float16",
+        ),
+        ({"key": ("bfloat16", (2, 96, 2, 32))}, "`key` must be bfloat16[b,96,2,64] with a b that divides 2, not"),
+        ({"key": ("bfloat16", (2, 96, 3, 64))}, "`value` must be bfloat16[b,96,3,64]"),
+        ({"value": ("bfloat16", (2, 95, 2, 64))}, "the operand `value` must be bfloat16[b,96,2,64]"),
+        ({"scale": ("float32", ())}, "the operand `scale` must be float32[b] with a b that divides 2, not float32[]"),
+        ({"scale": ("bfloat16", (1,))}, "the operand `scale` must be float32[b]"),
+        ({"lower": ("int32", (2, 128))}, "the operand `upper` must be int32[b,128] with a b that divides 2, not"),
+        ({"lower": ("int64", (0,))}, "the operand `lower` must be int32[0], not int64[0]"),
+        ({"out": ("float16", (2, 128, 4, 64))}, "the result `out` must be bfloat16[2,128,4,64], not float16"),
+        ({"out": ("bfloat16", (2, 128, 4, 63))}, "the result `out` must be bfloat16[2,128,4,64], not"),
+        ({"lse": ("float32", (2, 4, 128))}, "the result `lse` must be float32[2,128,4], not float32[2,4,128]"),
+        ({"lse_rounding": ("float16", (2, 128, 4))}, "the result `lse_rounding` must be float32[2,128,4], not"),
+    ],
+)
+def test_forward_refuses(changes, sentence):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        forward_plan(forward_arrays(**changes))
+
+
+def test_heads_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="`key` must be of a number of heads that divides query's 4, not"):
+        forward_plan(forward_arrays(K=3))
+
+
+@pytest.mark.parametrize(
+    ("name", "array"),
+    [
+        ("dout", ("float32", (2, 128, 4, 64))),
+        ("dlse", ("float32", (2, 128))),
+        ("dquery", ("bfloat16", (1, 128, 4, 64))),
+        ("dkey", ("bfloat16", (2, 96, 4, 64))),
+        ("dvalue", ("bfloat16", (2, 96, 2, 65))),
+        ("dscale", ("float32", (2, 4, 128))),
+        ("workspace", ("uint8", (4095,))),
+    ],
+)
+def test_backward_refuses(name, array):
+    right = backward_arrays()[name]
+    given = f"{array[0]}[{','.join(map(str, array[1]))}]"
+    must = f"{right[0]}[{','.join(map(str, right[1]))}]"
+    with pytest.raises(
+        ValueError, match=rf"the (operand|result) `{name}` must be {re.escape(f'{must}, not {given}.')}"
+    ):
+        backward_plan(backward_arrays(**{name: array}))
+
+
+@pytest.mark.parametrize("softcap", [-1.0, float("inf"), float("nan")])
+def test_softcap_must_be_positive(softcap):
+    with pytest.raises(ValueError, match="the attribute `softcap` must be positive, or 0 for none"):
+        forward_plan(forward_arrays(), softcap=softcap)
+
+
+def test_no_kernel_says_why():
+    with pytest.raises(ValueError, match=r"no kernel can do this: .* capability 8\.0 or newer, and the GPU has 7\.5\."):
+        forward_plan(forward_arrays(), capability=(7, 5))
+    with pytest.raises(ValueError, match=r"heads of width up to 256, and these have D 8 and Dv 257\."):
+        forward_plan(forward_arrays(D=8, Dv=257))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "columns", "box", "boxes"),
+    [("float32", 33, 36, 32, 2 * 2), ("bfloat16", 1, 8, 64, 1), ("int32", 70, 100, 32, 3 * 4)],
+)
+def test_tensor_copy_plan(dtype, rows, columns, box, boxes):
+    arrays = [(dtype, [rows, columns])] * 2
+    (launch,) = extension.tensor_copy_plan((9, 0), arrays)
+    assert (launch["module"], launch["kernel"]) == ("sm90_copy", "copy")
+    assert launch["grid"] == (boxes, 1, 1)
+    maps = launch["tensor_maps"]
+    assert [maps[at]["buffer"] for at in (0, 128)] == [("x", 0), ("copy", 0)]
+    for one in maps.values():
+        assert one["dims"] == (columns, rows)
+        assert one["strides"] == (columns * (2 if dtype == "bfloat16" else 4),)
+        assert one["box"] == (box, 32)
+    assert struct.unpack_from("2i", launch["parameters"], 256) == (box, ceil(columns, box))
+    with pytest.raises(ValueError, match=r"capability 9\.0 or newer, and the GPU has 8\.9"):
+        extension.tensor_copy_plan((8, 9), arrays)
+    with pytest.raises(ValueError, match="rows have a multiple of 16 bytes"):
+        extension.tensor_copy_plan((9, 0), [(dtype, [rows, columns + 1])] * 2)
+    with pytest.raises(ValueError, match="the result `copy` must be"):
+        extension.tensor_copy_plan((9, 0), [(dtype, [rows, columns]), (dtype, [columns, rows])])
+
+
+# ---- Kernel files
+
+
+@pytest.fixture
+def kernels(tmp_path):
+    """An empty directory in place of the package's kernels, and a function that has it read again."""
+
+    def reread():
+        extension.set_kernel_directory(str(tmp_path))
+
+    native.register()
+    reread()
+    yield tmp_path, reread
+    extension.set_kernel_directory(str(Path(extension.__file__).parent / "kernels"))
+
+
+@pytest.mark.parametrize(
+    ("capability", "file"),
+    [
+        ((7, 5), None),
+        ((8, 0), "sm_80.cubin"),
+        ((8, 6), "sm_80.cubin"),  # the same major version
+        ((8, 9), "sm_89.cubin"),  # and the largest minor one
+        ((9, 0), "sm_90a.cubin"),  # this GPU alone, before sm_90
+        ((10, 0), "sm_100f.cubin"),  # its family, before sm_100
+        ((10, 3), "sm_103a.cubin"),
+        ((11, 0), "sm_100.ptx"),  # no machine code of major version 11: compiled by the driver, not from sm_100f
+        ((12, 0), "sm_120.cubin"),
+        ((12, 1), "sm_120.cubin"),
+        ((13, 0), "sm_120.ptx"),
+    ],
+)
+def test_choice_of_a_kernel_file(kernels, capability, file):
+    directory, reread = kernels
+    for target in ("sm_80", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_100f", "sm_103a", "sm_120"):
+        for extension_of_file in ("cubin", "ptx"):
+            (directory / f"some_kernel.{target}.{extension_of_file}").touch()
+    for other in ("other_kernel.sm_75.cubin", "some_kernel.sm_75.txt", "some_kernel.75.ptx", "some_kernel.ptx"):
+        (directory / other).touch()
+    reread()
+    if file is None:
+        with pytest.raises(RuntimeError, match=r"sm_100, sm_100f, .* none of which a GPU of compute capability 7\.5"):
+            extension.kernel_file("some_kernel", *capability)
+        return
+    assert extension.kernel_file("some_kernel", *capability) == str(directory / f"some_kernel.{file}")
+
+
+def test_a_family_build_does_not_run_on_an_older_member(kernels):
+    directory, reread = kernels
+    (directory / "some_kernel.sm_103f.cubin").touch()
+    reread()
+    assert extension.kernel_file("some_kernel", 10, 3)
+    with pytest.raises(RuntimeError, match=r"are built for sm_103f, none of which .* 10\.0 can run"):
+        extension.kernel_file("some_kernel", 10, 0)
+
+
+def test_builds_are_listed_and_a_missing_kernel_is_named(kernels):
+    directory, reread = kernels
+    for name in ("b.sm_80.ptx", "b.sm_80.cubin", "a.sm_90a.cubin"):
+        (directory / name).touch()
+    reread()
+    assert extension.kernel_builds() == [("a", "sm_90a"), ("b", "sm_80")]
+    with pytest.raises(RuntimeError, match=f"the kernels c were not built: there are none in {directory}"):
+        extension.kernel_file("c", 8, 0)
+
+
+# ---- The driver
+
+
+@pytest.mark.skipif(ctypes.util.find_library("cuda") is not None, reason="this machine has an NVIDIA driver")
+def test_missing_driver_is_said():
+    info = extension.cuda_driver_info()
+    assert info["why_not"].startswith("the NVIDIA driver is not installed: libcuda.so.1: ")
+    assert info["cuda_version"] is None
+    assert info["gpus"] == []
+
+
+_DRIVER = """
+#include <cstring>
+extern "C" {
+int cuDriverGetVersion(int* version) { *version = VERSION; return 0; }
+int Init(unsigned) { return INIT; }
+int Name(int, const char** text) { *text = "CUDA_ERROR_NO_DEVICE"; return 0; }
+int Text(int, const char** text) { *text = "no CUDA-capable device is detected"; return 0; }
+int Other() { return 999; }
+int cuGetProcAddress_v2(const char* name, void** address, int, unsigned long long, int*) {
+  *address = !std::strcmp(name, "cuInit") ? (void*)&Init : !std::strcmp(name, "cuGetErrorName") ? (void*)&Name
+           : !std::strcmp(name, "cuGetErrorString") ? (void*)&Text
+           : !std::strcmp(name, MISSING) ? nullptr : (void*)&Other;
+  return 0;
+}
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler for a driver to test with")
+@pytest.mark.parametrize(
+    ("version", "init", "missing", "why_not"),
+    [
+        (11080, 0, "", "supports CUDA 11.8, but these kernels need CUDA 12.0: install driver 525.60.13 or newer."),
+        (12090, 0, "cuLaunchKernelEx", "the NVIDIA driver, of CUDA 12.9, has no cuLaunchKernelEx."),
+        (13000, 100, "", "cannot start: CUDA_ERROR_NO_DEVICE (no CUDA-capable device is detected)."),
+    ],
+)
+def test_unusable_driver_is_said(tmp_path, version, init, missing, why_not):
+    (tmp_path / "driver.cc").write_text(_DRIVER)
+    defines = (f"-DVERSION={version}", f"-DINIT={init}", f'-DMISSING="{missing}"')
+    compile_it = ["c++", "-shared", "-fPIC", *defines, "driver.cc", "-o", "libcuda.so.1"]
+    subprocess.run(compile_it, cwd=tmp_path, check=True)
+    script = "import jax_fa4._native as n; i = n.cuda_driver_info(); print(i['why_not'], i['cuda_version'], i['gpus'])"
+    environment = os.environ | {"LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip().endswith(f"{why_not} ({version // 1000}, {version % 1000 // 10}) []")
+
+
+def test_cuda_targets_have_their_stages_and_emulated_ones_the_same_names():
+    targets = extension.registrations()
+    names = {name.removeprefix("jax_fa4_") for name in targets["CUDA"]}
+    assert names == {"forward_v1", "backward_v1", "tensor_copy_v1"}
+    assert {name for name in targets["cpu"] if "emulated" in name} == {f"jax_fa4_emulated_{name}" for name in names}
+    for stages in targets["CUDA"].values():
+        assert set(stages) == {"initialize", "execute"}
+
+
+# ---- Emulated calls
+
+ATTRIBUTES = {
+    "band_low": np.int32(-4),
+    "band_high": np.int32(6),
+    "softcap": np.float32(0),
+    "target": "sm_80",
+    "strict": True,
+    "seed": np.int64(0),
+}
+B, T, S, N, D = 2, 4, 6, 2, 8
+
+
+def operands(seed=0):
+    random = np.random.default_rng(seed)
+    query, key, value = (random.standard_normal(x, np.float32) for x in ((B, T, N, D), (B, S, N, D), (B, S, N, D)))
+    none = np.zeros(0, np.int32)
+    return query, key, value, np.full(1, D**-0.5, np.float32), none, none
+
+
+def emulated_forward(*arrays, **attributes):
+    native.emulator()
+    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((B, T, N, D), (B, T, N), (B, T, N))]
+    call = jax.ffi.ffi_call("jax_fa4_emulated_forward_v1", results)
+    given = {k: v for k, v in (ATTRIBUTES | attributes).items() if v is not None}
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        return jax.block_until_ready(jax.jit(lambda *x: call(*x, **given))(*arrays))
+
+
+def write_kernel(kernels, body, target="sm_80", name="forward_float32_64"):
+    """Has forwards run this code in place of the package's kernels."""
+    directory, reread = kernels
+    source = f"""
+      #include "csrc/sm80/config.h"
+      extern "C" __global__ void {name}(const __grid_constant__ jax_fa4::sm80::Parameters p) {{
+        float* out = static_cast<float*>(p.out);
+        float* query = static_cast<float*>(const_cast<void*>(p.query));
+        {body}
+      }}
+    """
+    ptx = compile_ptx(source, target, (f"-I{ROOT}", "--device-as-default-execution-space"))
+    (directory / f"sm80_forward.{target}.ptx").write_text(ptx)
+    reread()
+
+
+WRITE_ALL = """
+  for (int i = threadIdx.x; i < p.batch * p.rows * p.heads; i += blockDim.x) p.lse[i] = p.lse_rounding[i] = 0;
+  for (int i = threadIdx.x; i < p.batch * p.rows * p.heads * p.value_width; i += blockDim.x) out[i] = query[i] * 2;
+"""
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "sm_120"])
+def test_emulated_call_is_attention(target):
+    arrays = operands()
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        expected = jax.nn.dot_product_attention(*arrays[:3])
+    out, lse, _ = emulated_forward(*arrays, target=target)
+    np.testing.assert_allclose(out, expected, rtol=2e-6, atol=2e-6)
+    logits = np.einsum("btnd,bsnd->btns", *arrays[:2], dtype=np.float64) * D**-0.5
+    np.testing.assert_allclose(lse, np.log(np.exp(logits).sum(-1)), rtol=1e-6, atol=1e-6)
+
+
+def test_launches_are_listed(kernels):
+    write_kernel(kernels, f"if (blockIdx.x == 0) {{ {WRITE_ALL} }}")
+    first = extension.next_emulated_launch()
+    query = operands()[0]
+    out, _, _ = emulated_forward(*operands())
+    assert np.array_equal(out, 2 * query)
+    (launch,) = extension.emulated_launches(first)
+    assert (launch.id, launch.module, launch.target) == (first, "sm80_forward", "sm_80")
+    assert (launch.kernel, launch.grid, launch.block) == ("forward_float32_64", [N * B, 1, 1], [256, 1, 1])
+    assert launch.instructions > 8
+    assert launch.reports == []
+
+
+def test_emulator_runs_the_build_of_the_gpu(kernels):
+    write_kernel(kernels, f"if (blockIdx.x == 0) {{ {WRITE_ALL} }}", "sm_80")
+    write_kernel(kernels, f"if (blockIdx.x == 0) {{ {WRITE_ALL} if (threadIdx.x == 0) out[0] = 7; }}", "sm_90")
+    first = extension.next_emulated_launch()
+    assert emulated_forward(*operands(), target="sm_80")[0][0, 0, 0, 0] == 2 * operands()[0][0, 0, 0, 0]
+    assert emulated_forward(*operands(), target="sm_90")[0][0, 0, 0, 0] == 7
+    emulated_forward(*operands(), target="sm_100")
+    assert [x.target for x in extension.emulated_launches(first)] == ["sm_80", "sm_90", "sm_90"]
+
+
+def test_what_a_kernel_leaves_unwritten_is_nan(kernels):
+    write_kernel(kernels, "if (blockIdx.x == 0 && threadIdx.x == 0) out[0] = 1;")
+    out, lse, rounding = emulated_forward(*operands())
+    assert out[0, 0, 0, 0] == 1
+    for array in (out.ravel()[1:], lse, rounding):
+        assert np.isnan(array).all()
+
+
+def test_races_end_a_strict_call(kernels):
+    write_kernel(kernels, f"if (blockIdx.x == 0) {{ {WRITE_ALL} }} else if (threadIdx.x == 0) out[1] = blockIdx.x;")
+    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+        emulated_forward(*operands())
+    message = str(caught.value)
+    assert "jax_fa4_emulated_forward_v1: the emulator reports about the kernel forward_float32_64" in message
+    assert "race" in message
+    first = extension.next_emulated_launch()
+    out, _, _ = emulated_forward(*operands(), strict=False)
+    assert out[0, 0, 0, 0] == 2 * operands()[0][0, 0, 0, 0]
+    (launch,) = extension.emulated_launches(first)
+    assert {x.kind for x in launch.reports} == {"race"}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_operands_may_not_be_written(kernels, strict):
+    write_kernel(kernels, "if (threadIdx.x == 0) query[0] = 1;")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="query"):
+        emulated_forward(*operands(), strict=strict)
+
+
+def test_access_beyond_a_result_ends_the_call(kernels):
+    write_kernel(kernels, "if (threadIdx.x == 0) out[p.batch * p.rows * p.heads * p.value_width] = 1;")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="the emulator reports"):
+        emulated_forward(*operands(), strict=False)
+
+
+def test_a_kernel_that_is_missing_is_named(kernels):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="the kernels sm80_forward were not built: there are none in"):
+        emulated_forward(*operands())
+    write_kernel(kernels, "", name="forward_float32_128")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="has no kernel forward_float32_64"):
+        emulated_forward(*operands())
+
+
+@pytest.mark.parametrize(
+    ("attributes", "sentence"),
+    [
+        ({"target": "sm_75"}, "the attribute `target` must be one of sm_80, sm_90, sm_100, sm_120, not sm_75."),
+        ({"band_low": None}, "the attribute `band_low` must be an int32"),
+        ({"band_high": np.int64(6)}, "the attribute `band_high` must be an int32"),
+        ({"softcap": np.float64(0)}, "the attribute `softcap` must be a float32"),
+        ({"strict": np.int32(1)}, "the attribute `strict` must be a bool"),
+        ({"seed": np.int32(1)}, "the attribute `seed` must be an int64"),
+        ({"dropout": np.float32(1)}, "must be band_low, band_high, softcap, target, strict, seed, but there are 7."),
+    ],
+)
+def test_wrong_attributes_are_refused(attributes, sentence):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(sentence)):
+        emulated_forward(*operands(), **attributes)
+
+
+def test_handlers_refuse_wrong_operands():
+    query, *rest = operands()
+    with pytest.raises(
+        jax.errors.JaxRuntimeError,
+        match=re.escape(
+            "jax_fa4_emulated_forward_v1: the operand `query` must be float32[b,4,2,8] with a b that divides 2, "
+            "not float32[3,4,2,8]."
+        ),
+    ):
+        emulated_forward(np.concatenate([query, query[:1]]), *rest)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"6 operands and 3 results \(query, .*together not 8\."):
+        emulated_forward(*operands()[:-1])
+    native.emulator()
+    for target, attributes, sentence in (
+        ("backward", ATTRIBUTES | {"deterministic": True}, "11 operands and 5 results"),
+        ("tensor_copy", {k: ATTRIBUTES[k] for k in ("target", "strict", "seed")}, "`x` must be a matrix of"),
+    ):
+        call = jax.ffi.ffi_call(f"jax_fa4_emulated_{target}_v1", jax.ShapeDtypeStruct((3,), jnp.float32))
+        with pytest.raises(jax.errors.JaxRuntimeError, match=f"jax_fa4_emulated_{target}_v1: .*{sentence}"):
+            jax.block_until_ready(call(np.zeros(3, np.float32), **attributes))
+
+
+def test_emulated_tensor_copy():
+    native.emulator()
+    x = np.arange(70 * 100, dtype=np.float32).reshape(70, 100)
+    call = jax.ffi.ffi_call("jax_fa4_emulated_tensor_copy_v1", jax.ShapeDtypeStruct(x.shape, x.dtype))
+    for target in ("sm_90", "sm_100", "sm_120"):
+        assert np.array_equal(jax.jit(lambda x, t=target: call(x, target=t, strict=True, seed=np.int64(0)))(x), x)
+
+
+def test_threads_may_call_at_the_same_time(kernels):
+    write_kernel(kernels, f"if (blockIdx.x == 0) {{ {WRITE_ALL} }}")
+    count = 6
+    together = threading.Barrier(count)
+    wrong = []
+
+    def work(seed):
+        arrays = operands(seed)
+        together.wait(timeout=60)
+        outs = [emulated_forward(*arrays, seed=np.int64(seed))[0] for _ in range(3)]
+        wrong.extend(seed for out in outs if not np.array_equal(out, 2 * arrays[0]))
+
+    first = extension.next_emulated_launch()
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert wrong == []
+    launches = extension.emulated_launches(first)
+    assert [x.id - first for x in launches] == list(range(3 * count))
+    assert not any(x.reports for x in launches)
