@@ -60,8 +60,9 @@ struct RowWeights {
   float lse, correction;
 
   // Rows that see nothing, of lse = -inf, have weights of 0: e^(logit - inf).
-  __device__ __forceinline__ explicit RowWeights(LogSumExp row)
-      : lse(row.lse == -Infinity() ? Infinity() : row.lse), correction(Exp(-row.rounding)) {}
+  static __device__ __forceinline__ RowWeights Of(LogSumExp row) {
+    return {row.lse == -Infinity() ? Infinity() : row.lse, Exp(-row.rounding)};
+  }
   __device__ __forceinline__ float Weigh(float logit) const {
     return Exp(logit - lse) * correction;
   }

@@ -66,15 +66,10 @@ __device__ __forceinline__ void Forward(const Parameters& p) {
     RowDots<kWidth>(logits, q_tile, kv_tile, p.width);
     ScaleAndCap(logits, scale, p.softcap, [](int32_t, int32_t, float) {});
     if (!bounds.all.Holds(KeySpan{key, key + kTile.keys})) {
-#pragma unroll
-      for (int32_t i = 0; i < kRows; ++i) {
-#pragma unroll
-        for (int32_t j = 0; j < kKeys; ++j) {
-          if (!seen[i].Holds(key + ThreadX() + 16 * j)) logits[i][j] = -Infinity();
-        }
-      }
+      Fill(logits, -Infinity(), [&](int32_t i, int32_t j) {
+        return !seen[i].Holds(key + ThreadX() + 16 * j);
+      });
     }
-
 #pragma unroll
     for (int32_t i = 0; i < kRows; ++i) {
       float highest = logits[i][0];
@@ -83,13 +78,7 @@ __device__ __forceinline__ void Forward(const Parameters& p) {
       const float decay = softmax[i].Raise(LaneMax<16>(highest));
 #pragma unroll
       for (int32_t j = 0; j < kKeys; ++j) logits[i][j] = softmax[i].Weigh(logits[i][j]);
-#pragma unroll
-      for (int32_t g = 0; g < kGroups; ++g) {
-        out[i][g].x *= decay;
-        out[i][g].y *= decay;
-        out[i][g].z *= decay;
-        out[i][g].w *= decay;
-      }
+      ScaleRow(out[i], decay);
     }
     PutFactor(p_tile, logits);
 
@@ -99,33 +88,30 @@ __device__ __forceinline__ void Forward(const Parameters& p) {
     AddProduct<kTile.keys, kWidth>(out, p_tile, kv_tile, count, p.value_width);
   }
 
-  float factor[kRows];
-  OnlineSoftmax mine;
-  bool mine_has_some = false;
+  OnlineSoftmax mine;  // of the row that this thread finishes, where several lanes share several
+  bool mine_sees_some = false;
 #pragma unroll
   for (int32_t i = 0; i < kRows; ++i) {
-    softmax[i].total = LaneSum<16>(softmax[i].total);  // of all lanes' keys
-    const bool some = !seen[i].Empty() && softmax[i].total != 0;
-    if (!some) {
-      softmax[i].total = 1;
-#pragma unroll
-      for (int32_t g = 0; g < kGroups; ++g) out[i][g] = make_float4(0, 0, 0, 0);
-    }
-    factor[i] = 1 / softmax[i].total;
-    // Of the lanes that share the rows one finishes each.
+    softmax[i].total = LaneSum<16>(softmax[i].total);  // each lane had the sum over its own keys
+    const bool sees_some = !seen[i].Empty() && softmax[i].total != 0;
     if (ThreadX() == i) {
       mine = softmax[i];
-      mine_has_some = some;
+      mine_sees_some = sees_some;
+    }
+    ScaleRow(out[i], 1 / softmax[i].total);
+    if (!sees_some) {
+#pragma unroll
+      for (int32_t g = 0; g < kGroups; ++g) out[i][g] = make_float4(0, 0, 0, 0);
     }
   }
   const uint32_t row = place.first + ThreadY() + 16 * ThreadX();
   if (ThreadX() < kRows && row < p.rows) {
-    const LogSumExp finished = mine_has_some ? mine.Finish() : LogSumExp{-Infinity(), 0};
+    const LogSumExp finished = mine_sees_some ? mine.Finish() : LogSumExp{-Infinity(), 0};
     p.lse[heads.of_row.At(row)] = finished.lse;
     p.lse_rounding[heads.of_row.At(row)] = finished.rounding;
   }
   __syncwarp();  // Q was read
-  PutSums<kWidth>(q_tile, out, [&](int32_t i) { return factor[i]; });
+  PutSums<kWidth>(q_tile, out, 1);
   if (sizeof(Element) == sizeof(float) || p.out_is_float) {
     StoreTile<kTile.rows, kWidth>(
         static_cast<float*>(p.out), heads.of_out, place.first, p.rows, q_tile);

@@ -130,22 +130,34 @@ __device__ __forceinline__ void StoreTile(
   }
 }
 
-// Puts row y + 16 i of what AddProduct summed, times factor(i), where StoreTile reads it: each
+// Puts row y + 16 i of what AddProduct summed, times `factor`, where StoreTile reads it: each
 // thread what it will store itself. The tile may be one whose rows y + 16 i only the same 16 lanes
 // have read, the `a` of RowDots, after __syncwarp().
-template <int32_t kWidth, int32_t kRows, int32_t kGroups, class Factor>
+template <int32_t kWidth, int32_t kRows, int32_t kGroups>
 __device__ __forceinline__ void PutSums(float* tile,
                                         const float4 (&sums)[kRows][kGroups],
-                                        const Factor& factor) {
+                                        float factor) {
 #pragma unroll
   for (int32_t i = 0; i < kRows; ++i) {
 #pragma unroll
     for (int32_t g = 0; g < kGroups; ++g) {
       const float4 x = sums[i][g];
-      const float f = factor(i);
-      *reinterpret_cast<float4*>(tile + (ThreadY() + 16 * i) * Pitch(kWidth) + 4 * ThreadX() +
-                                 64 * g) = make_float4(x.x * f, x.y * f, x.z * f, x.w * f);
+      const uint32_t at = (ThreadY() + 16 * i) * Pitch(kWidth) + 4 * ThreadX() + 64 * g;
+      *reinterpret_cast<float4*>(tile + at) =
+          make_float4(x.x * factor, x.y * factor, x.z * factor, x.w * factor);
     }
+  }
+}
+
+// Multiplies a row of what AddProduct summed.
+template <int32_t kGroups>
+__device__ __forceinline__ void ScaleRow(float4 (&row)[kGroups], float factor) {
+#pragma unroll
+  for (int32_t g = 0; g < kGroups; ++g) {
+    row[g].x *= factor;
+    row[g].y *= factor;
+    row[g].z *= factor;
+    row[g].w *= factor;
   }
 }
 
@@ -182,6 +194,20 @@ __device__ __forceinline__ void RowDots(float (&dots)[kRows][kColumns],
         dots[i][j] = fmaf(x[i].z, y[j].z, dots[i][j]);
         dots[i][j] = fmaf(x[i].w, y[j].w, dots[i][j]);
       }
+    }
+  }
+}
+
+// Replaces what RowDots computed where `condition(i, j)`.
+template <int32_t kRows, int32_t kColumns, class Condition>
+__device__ __forceinline__ void Fill(float (&x)[kRows][kColumns],
+                                     float value,
+                                     const Condition& condition) {
+#pragma unroll
+  for (int32_t i = 0; i < kRows; ++i) {
+#pragma unroll
+    for (int32_t j = 0; j < kColumns; ++j) {
+      if (condition(i, j)) x[i][j] = value;
     }
   }
 }
