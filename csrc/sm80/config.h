@@ -44,38 +44,50 @@ struct Parameters {
   int32_t out_is_float;  // whether out and dout are float32, whatever query's dtype is
 };
 
-// Rows of queries and of keys that a CTA holds at a time.
+// Rows of queries and of keys that a CTA holds at a time. They are multiples of 16, so that the
+// 16 x 16 threads of a CTA share them evenly, and with P in float32 they fit in the 99 KiB of
+// shared memory that a CTA may have on sm_86, sm_89 and sm_120. Of two tiles that fit the more
+// square one is better: it takes fewer loads from shared memory for each FMA.
 struct Tile {
   int32_t rows, keys;
 };
 
-// Multiples of 16, so that the 16 x 16 threads of a CTA share them evenly. A CTA must fit in the
-// 99 KiB of shared memory that sm_86, sm_89 and sm_120 have.
-constexpr Tile ForwardTile(int32_t width) { return width <= 128 ? Tile{64, 64} : Tile{32, 32}; }
-constexpr Tile BackwardTile(int32_t width) {
-  return width <= 64 ? Tile{64, 64} : width <= 128 ? Tile{32, 32} : Tile{16, 16};
+// A CTA keeps `rows` of Q, and goes through K and V `keys` at a time.
+JAX_FA4_HOST_DEVICE constexpr Tile ForwardTile(int32_t width) {
+  return width <= 128 ? Tile{64, 64} : Tile{32, 32};
+}
+// A CTA of backward_query keeps `rows` of Q and dO, one of backward_key keeps `keys` of K and V.
+JAX_FA4_HOST_DEVICE constexpr Tile BackwardTile(int32_t width) {
+  return width <= 128 ? Tile{64, 64} : Tile{32, 32};
+}
+// So many keys or rows these two go through at a time.
+JAX_FA4_HOST_DEVICE constexpr int32_t BackwardStep(int32_t width) {
+  return width <= 64 ? 64 : width <= 128 ? 32 : 16;
 }
 
 // Floats from one row of a tile in shared memory to the next: 16-byte loads of eight neighbouring
 // rows then hit all banks once.
-constexpr int32_t Pitch(int32_t width) { return width + 4; }
+JAX_FA4_HOST_DEVICE constexpr int32_t Pitch(int32_t width) { return width + 4; }
 
 // Dynamic shared memory of a CTA: Q, one tile that holds K and V in turn, and P.
-constexpr uint32_t ForwardSharedBytes(int32_t width) {
+JAX_FA4_HOST_DEVICE constexpr uint32_t ForwardSharedBytes(int32_t width) {
   const Tile tile = ForwardTile(width);
   return sizeof(float) *
          (tile.rows * Pitch(width) + tile.keys * Pitch(width) + tile.rows * Pitch(tile.keys));
 }
-// Q, dO, K, V, and P or dS.
-constexpr uint32_t BackwardSharedBytes(int32_t width) {
-  const Tile tile = BackwardTile(width);
-  return sizeof(float) *
-         (2 * (tile.rows + tile.keys) * Pitch(width) + tile.rows * Pitch(tile.keys));
+// The two tiles that it keeps (rows and keys are as many), one that holds in turn what it goes
+// through, and P or dS.
+JAX_FA4_HOST_DEVICE constexpr uint32_t BackwardSharedBytes(int32_t width) {
+  const int32_t kept = BackwardTile(width).rows, step = BackwardStep(width);
+  return sizeof(float) * (2 * kept * Pitch(width) + step * Pitch(width) + kept * Pitch(step));
 }
 static_assert(ForwardSharedBytes(64) <= 99 << 10 && ForwardSharedBytes(128) <= 99 << 10 &&
               ForwardSharedBytes(256) <= 99 << 10);
 static_assert(BackwardSharedBytes(64) <= 99 << 10 && BackwardSharedBytes(128) <= 99 << 10 &&
               BackwardSharedBytes(256) <= 99 << 10);
+static_assert(BackwardTile(64).rows == BackwardTile(64).keys &&
+              BackwardTile(128).rows == BackwardTile(128).keys &&
+              BackwardTile(256).rows == BackwardTile(256).keys);
 
 }  // namespace jax_fa4::sm80
 

@@ -1,0 +1,140 @@
+// Plain attention, forward: float32 on the FMA units, for any GPU since sm_80 and any shape.
+//
+// A CTA has a tile of query rows of one head, and goes once through the keys that these rows see:
+//
+//   Q                                          loaded once, as all tiles converted to float32
+//   for each tile of keys, from the first to the last that some row sees:
+//     K        -> S = Q K^T                    in registers, then scaled, capped, and hidden where
+//     the
+//                                              tile has keys that a row does not see
+//     softmax  -> P = e^(S - top), rescaling   top, total and O are kept relative to the row's
+//     maximum V        -> O += P V                     P goes through shared memory, V takes the
+//     place of K
+//   out = O / total, lse = top + log(total)
+//
+// Memory beside the results: none. No row of S is ever whole, since a maximum that rises later only
+// scales what was summed before.
+//
+// Source: Dao, "FlashAttention-2" (2023), section 3.1.
+//
+// Grid: row tiles, fastest, times heads times batch.
+
+#include "csrc/common/lanes.h"
+#include "csrc/common/online_softmax.h"
+#include "csrc/common/row_bounds.h"
+#include "csrc/common/softcap.h"
+#include "csrc/sm80/config.h"
+#include "csrc/sm80/problem.h"
+#include "csrc/sm80/tile.h"
+
+namespace jax_fa4::sm80 {
+
+template <class Element, int32_t kWidth>
+__device__ __forceinline__ void Forward(const Parameters& p) {
+  constexpr Tile kTile = ForwardTile(kWidth);
+  constexpr int32_t kRows = kTile.rows / 16, kKeys = kTile.keys / 16, kGroups = kWidth / 64;
+  extern __shared__ float4 shared[];
+  float* const q_tile = reinterpret_cast<float*>(shared);
+  float* const kv_tile = q_tile + kTile.rows * Pitch(kWidth);
+  float* const p_tile = kv_tile + kTile.keys * Pitch(kWidth);
+
+  const Place place(p.rows, kTile.rows, p.heads);
+  const Heads<Element> heads(p, place.batch, place.head);
+  const float scale = p.scale[place.batch % p.scale_batch];
+  const auto bounds = BoundsOf(p, place.batch).template OfTile<kTile.rows>(place.first);
+  KeySpan seen[kRows];
+  OnlineSoftmax softmax[kRows];
+  float4 out[kRows][kGroups] = {};
+#pragma unroll
+  for (int32_t i = 0; i < kRows; ++i) seen[i] = bounds.Of(ThreadY(), i);
+
+  // What rows that see nothing hold, even NaN, stays in their row, and is not stored.
+  LoadTile<kTile.rows, kWidth>(q_tile, heads.query, heads.of_query, place.first, [&](uint32_t row) {
+    return place.first + row < p.rows;
+  });
+
+#pragma unroll 1
+  for (uint32_t key = bounds.some.begin; key < bounds.some.end; key += kTile.keys) {
+    // Keys that no row sees may hold NaN, and would reach rows as 0 * NaN.
+    const uint32_t count = min(static_cast<uint32_t>(kTile.keys), bounds.some.end - key);
+    const auto counts = [&](uint32_t row) { return row < count; };
+
+    __syncthreads();  // V was read
+    LoadTile<kTile.keys, kWidth>(kv_tile, heads.key, heads.of_key, key, counts);
+    __syncthreads();
+    float logits[kRows][kKeys];
+    RowDots<kWidth>(logits, q_tile, kv_tile, p.width);
+    ScaleAndCap(logits, scale, p.softcap, [](int32_t, int32_t, float) {});
+    if (!bounds.all.Holds(KeySpan{key, key + kTile.keys})) {
+      Fill(logits, -Infinity(), [&](int32_t i, int32_t j) {
+        return !seen[i].Holds(key + ThreadX() + 16 * j);
+      });
+    }
+#pragma unroll
+    for (int32_t i = 0; i < kRows; ++i) {
+      float highest = logits[i][0];
+#pragma unroll
+      for (int32_t j = 1; j < kKeys; ++j) highest = fmaxf(highest, logits[i][j]);
+      const float decay = softmax[i].Raise(LaneMax<16>(highest));
+#pragma unroll
+      for (int32_t j = 0; j < kKeys; ++j) logits[i][j] = softmax[i].Weigh(logits[i][j]);
+      ScaleRow(out[i], decay);
+    }
+    PutFactor(p_tile, logits);
+
+    __syncthreads();  // K was read
+    LoadTile<kTile.keys, kWidth>(kv_tile, heads.value, heads.of_value, key, counts);
+    __syncthreads();
+    AddProduct<kTile.keys, kWidth>(out, p_tile, kv_tile, count, p.value_width);
+  }
+
+  OnlineSoftmax mine;  // of the row that this thread finishes, where several lanes share several
+  bool mine_sees_some = false;
+#pragma unroll
+  for (int32_t i = 0; i < kRows; ++i) {
+    softmax[i].total = LaneSum<16>(softmax[i].total);  // each lane had the sum over its own keys
+    const bool sees_some = !seen[i].Empty() && softmax[i].total != 0;
+    if (ThreadX() == i) {
+      mine = softmax[i];
+      mine_sees_some = sees_some;
+    }
+    ScaleRow(out[i], 1 / softmax[i].total);
+    if (!sees_some) {
+#pragma unroll
+      for (int32_t g = 0; g < kGroups; ++g) out[i][g] = make_float4(0, 0, 0, 0);
+    }
+  }
+  const uint32_t row = place.first + ThreadY() + 16 * ThreadX();
+  if (ThreadX() < kRows && row < p.rows) {
+    const LogSumExp finished = mine_sees_some ? mine.Finish() : LogSumExp{-Infinity(), 0};
+    p.lse[heads.of_row.At(row)] = finished.lse;
+    p.lse_rounding[heads.of_row.At(row)] = finished.rounding;
+  }
+  __syncwarp();  // Q was read
+  PutSums<kWidth>(q_tile, out, 1);
+  if (sizeof(Element) == sizeof(float) || p.out_is_float) {
+    StoreTile<kTile.rows, kWidth>(
+        static_cast<float*>(p.out), heads.of_out, place.first, p.rows, q_tile);
+  } else {
+    StoreTile<kTile.rows, kWidth>(
+        static_cast<Element*>(p.out), heads.of_out, place.first, p.rows, q_tile);
+  }
+}
+
+}  // namespace jax_fa4::sm80
+
+#define FORWARD(name, Element, width)                                                 \
+  extern "C" __global__ void __launch_bounds__(jax_fa4::sm80::kThreads, 2)            \
+      forward_##name##_##width(const __grid_constant__ jax_fa4::sm80::Parameters p) { \
+    jax_fa4::sm80::Forward<Element, width>(p);                                        \
+  }
+
+FORWARD(float32, float, 64)
+FORWARD(float32, float, 128)
+FORWARD(float32, float, 256)
+FORWARD(float16, jax_fa4::ptx::float16, 64)
+FORWARD(float16, jax_fa4::ptx::float16, 128)
+FORWARD(float16, jax_fa4::ptx::float16, 256)
+FORWARD(bfloat16, jax_fa4::ptx::bfloat16, 64)
+FORWARD(bfloat16, jax_fa4::ptx::bfloat16, 128)
+FORWARD(bfloat16, jax_fa4::ptx::bfloat16, 256)

@@ -1,0 +1,73 @@
+// What the plain kernels read of their parameters in the same way: which heads of which arrays
+// belong together, the bounds of a batch element's rows, and what dot products become.
+
+#ifndef JAX_FA4_CSRC_SM80_PROBLEM_H_
+#define JAX_FA4_CSRC_SM80_PROBLEM_H_
+
+#include "csrc/common/row_bounds.h"
+#include "csrc/common/softcap.h"
+#include "csrc/sm80/config.h"
+#include "csrc/sm80/tile.h"
+
+namespace jax_fa4::sm80 {
+
+// The operands, and where a query head of a batch element is in them.
+template <class Element>
+struct Heads {
+  const Element *query, *key, *value;
+  Head of_query, of_key, of_value, of_out;
+  Head of_row;  // of arrays (B, T, N)
+
+  __device__ __forceinline__ Heads(const Parameters& p, uint32_t batch, uint32_t head)
+      : query(static_cast<const Element*>(p.query)),
+        key(static_cast<const Element*>(p.key)),
+        value(static_cast<const Element*>(p.value)),
+        of_query(batch % p.query_batch, p.rows, p.heads, head, p.width),
+        of_key(batch % p.key_batch, p.keys, p.kv_heads, KeyHead(p, head), p.width),
+        of_value(batch % p.value_batch, p.keys, p.kv_heads, KeyHead(p, head), p.value_width),
+        of_out(batch, p.rows, p.heads, head, p.value_width),
+        of_row(batch, p.rows, p.heads, head, 1) {}
+
+ private:
+  static __device__ __forceinline__ uint32_t KeyHead(const Parameters& p, uint32_t head) {
+    return head / (p.heads / p.kv_heads);
+  }
+};
+
+__device__ __forceinline__ RowBounds BoundsOf(const Parameters& p, uint32_t batch) {
+  const bool arrays = p.lower != nullptr;
+  return {arrays ? p.lower + int64_t{batch % p.lower_batch} * p.rows : nullptr,
+          arrays ? p.upper + int64_t{batch % p.upper_batch} * p.rows : nullptr,
+          p.rows,
+          p.keys,
+          p.band_low,
+          p.band_high};
+}
+
+// Turns dot products into logits. Under a cap `with_slope` gets its slope at each (i, j).
+template <int32_t kRows, int32_t kColumns, class WithSlope>
+__device__ __forceinline__ void ScaleAndCap(float (&x)[kRows][kColumns],
+                                            float scale,
+                                            float softcap,
+                                            const WithSlope& with_slope) {
+#pragma unroll
+  for (int32_t i = 0; i < kRows; ++i) {
+#pragma unroll
+    for (int32_t j = 0; j < kColumns; ++j) x[i][j] *= scale;
+  }
+  if (softcap == 0) return;
+  const Softcap cap(softcap);
+#pragma unroll
+  for (int32_t i = 0; i < kRows; ++i) {
+#pragma unroll
+    for (int32_t j = 0; j < kColumns; ++j) {
+      const float ratio = cap.Ratio(x[i][j]);
+      x[i][j] = cap.Capped(ratio);
+      with_slope(i, j, cap.Slope(ratio));
+    }
+  }
+}
+
+}  // namespace jax_fa4::sm80
+
+#endif  // JAX_FA4_CSRC_SM80_PROBLEM_H_
