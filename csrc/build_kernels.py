@@ -47,7 +47,12 @@ class Kernel:
     instructions: tuple[str, ...] = ()
 
 
-KERNELS = (Kernel("sm90_copy", "csrc/sm90/copy.cu", ("sm_90a", "sm_100f", "sm_120"), ("UTMALDG", "UTMASTG")),)
+_SINCE_AMPERE = ("sm_80", "sm_90", "sm_100", "sm_120")
+KERNELS = (
+    Kernel("sm80_forward", "csrc/sm80/forward.cu", _SINCE_AMPERE),
+    Kernel("sm80_backward", "csrc/sm80/backward.cu", _SINCE_AMPERE),
+    Kernel("sm90_copy", "csrc/sm90/copy.cu", ("sm_90a", "sm_100f", "sm_120"), ("UTMALDG", "UTMASTG")),
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 

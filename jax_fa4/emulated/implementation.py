@@ -38,16 +38,12 @@ class Emulation:
     """What was emulated inside of an `options` block."""
 
     def __init__(self) -> None:
-        self._first = len(self._all())
-        self._last: int | None = None
+        self._first = native.extension().next_emulated_launch()
+        self._end: int | None = None
 
     def close(self) -> None:
         """Ends the list of launches."""
-        self._last = len(self._all())
-
-    @staticmethod
-    def _all() -> list[Any]:
-        return native.extension().emulated_launches()
+        self._end = native.extension().next_emulated_launch()
 
     @property
     def launches(self) -> list[Any]:
@@ -56,7 +52,8 @@ class Emulation:
         Each has `kernel`, `module`, `target`, `grid`, `block`, `cluster`, `instructions` and `reports`. JAX runs
         asynchronously: inside of the block, wait for results (`jax.block_until_ready`) before you look.
         """
-        return self._all()[self._first : self._last]
+        launches = native.extension().emulated_launches(self._first)
+        return [launch for launch in launches if self._end is None or launch.id < self._end]
 
 
 @contextlib.contextmanager
