@@ -138,8 +138,22 @@ def _gemma2(window: int | None) -> Extras:
     return extras
 
 
-def _gpt_oss(sizes: Sizes, rng: np.random.Generator) -> dict[str, Any]:
-    return _sliding(128)(sizes, rng) | {"sinks": rng.normal(0, 2, sizes.heads).astype(np.float32)}
+def _gemma3(window: int | None) -> Extras:
+    """Gemma 3 27B, which scales by the width of its model over its heads, not by the heads' own width."""
+
+    def extras(sizes: Sizes, rng: np.random.Generator) -> dict[str, Any]:
+        local = {"is_causal": True} if window is None else _sliding(window)(sizes, rng)
+        return local | {"scale": (5376 / 32) ** -0.5}
+
+    return extras
+
+
+def _gpt_oss(window: int | None) -> Extras:
+    def extras(sizes: Sizes, rng: np.random.Generator) -> dict[str, Any]:
+        local = {"is_causal": True} if window is None else _sliding(window)(sizes, rng)
+        return local | {"sinks": rng.normal(0, 2, sizes.heads).astype(np.float32)}
+
+    return extras
 
 
 def _padded(sizes: Sizes, rng: np.random.Generator) -> dict[str, Any]:
@@ -199,10 +213,15 @@ def _flax_decode(sizes: Sizes, rng: np.random.Generator) -> dict[str, Any]:
 
 CASES: tuple[Case, ...] = (
     Case("llama3_8b", (32, 8, 128, 128), (1, 8192, 8192), (2, 270, 270), _causal),
+    Case("llama3_70b", (64, 8, 128, 128), (1, 8192, 8192), (1, 129, 129), _causal),
+    Case("qwen3_30b_a3b", (32, 4, 128, 128), (1, 8192, 8192), (1, 140, 140), _causal),
     Case("mistral_7b", (32, 8, 128, 128), (1, 16384, 16384), (1, 300, 300), _sliding(4096)),
     Case("gemma2_9b_local", (16, 8, 256, 256), (1, 8192, 8192), (1, 300, 300), _gemma2(4096)),
     Case("gemma2_9b_global", (16, 8, 256, 256), (1, 8192, 8192), (1, 300, 300), _gemma2(None)),
-    Case("gpt_oss_20b", (64, 8, 64, 64), (1, 8192, 8192), (2, 200, 200), _gpt_oss),
+    Case("gemma3_27b_local", (32, 16, 128, 128), (1, 8192, 8192), (1, 300, 300), _gemma3(1024)),
+    Case("gemma3_27b_global", (32, 16, 128, 128), (1, 8192, 8192), (2, 130, 130), _gemma3(None)),
+    Case("gpt_oss_20b_local", (64, 8, 64, 64), (1, 8192, 8192), (2, 200, 200), _gpt_oss(128)),
+    Case("gpt_oss_20b_global", (64, 8, 64, 64), (1, 8192, 8192), (1, 150, 150), _gpt_oss(None)),
     Case("bert_base", (12, 12, 64, 64), (32, 512, 512), (3, 300, 300), _padded),
     Case("t5_base", (12, 12, 64, 64), (16, 512, 512), (2, 270, 270), _t5),
     Case("bloom_7b", (32, 32, 128, 128), (4, 2048, 2048), (1, 270, 270), _alibi),
