@@ -1,0 +1,403 @@
+"""`python -m jax_fa4` examines an installation: prints what there is and what would run, and tests what does.
+
+It prints versions, devices, the CUDA driver and the kernels of this build; which implementation calls of a few models
+would run on the default device, and why not the others; and compares outputs, lse and gradients with naive attention in
+float64. The exit status is 0, and the last line says so, only if nothing is missing and everything is right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.metadata
+import platform
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jax_fa4 import attention, dispatch, native, why_not
+
+Results = dict[str, np.ndarray]
+"""`out`, `lse`, and the gradients of query, key, value and sinks under those names."""
+
+
+class Shape(NamedTuple):
+    """Sizes in the vocabulary of `attention`."""
+
+    batch: int
+    rows: int
+    keys: int
+    heads: int
+    kv_heads: int
+    width: int
+    value_width: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One call of `attention` whose results are compared; `arguments` are those besides query, key and value."""
+
+    name: str
+    dtype: str
+    shape: Shape
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def _int32(*numbers: int) -> np.ndarray:
+    return np.array(numbers, np.int32)
+
+
+_MODELS: tuple[tuple[str, Shape, dict[str, Any]], ...] = (
+    ("Llama-3 8B, 8192 tokens", Shape(1, 8192, 8192, 32, 8, 128, 128), {"is_causal": True}),
+    (
+        "Gemma-2 9B, a local layer",
+        Shape(1, 8192, 8192, 16, 8, 256, 256),
+        {"is_causal": True, "local_window_size": (4095, 0), "softcap": 50.0},
+    ),
+    (
+        "gpt-oss 20B, a local layer",
+        Shape(1, 8192, 8192, 64, 8, 64, 64),
+        {"is_causal": True, "local_window_size": (127, 0), "sinks": jax.ShapeDtypeStruct((64,), np.float32)},
+    ),
+    ("DeepSeek-V3, prefill", Shape(1, 4096, 4096, 128, 128, 192, 128), {"is_causal": True}),
+    (
+        "BERT, padded",
+        Shape(32, 512, 512, 12, 12, 64, 64),
+        {"key_value_seq_lengths": jax.ShapeDtypeStruct((32,), np.int32)},
+    ),
+    (
+        "T5, with a bias",
+        Shape(16, 512, 512, 12, 12, 64, 64),
+        {"bias": jax.ShapeDtypeStruct((1, 12, 512, 512), np.float32), "scale": 1.0},
+    ),
+)
+
+# Together: every dtype that kernels have, every kind of mask, lengths that divide no tile, and rows that see nothing.
+_CHECKS = (
+    Check("full", "bfloat16", Shape(1, 128, 128, 2, 2, 64, 64)),
+    Check("causal, grouped heads", "bfloat16", Shape(2, 130, 130, 8, 2, 128, 128), {"is_causal": True}),
+    Check("causal, one key head", "float16", Shape(1, 100, 100, 6, 1, 64, 64), {"is_causal": True}),
+    Check("odd lengths and width", "float32", Shape(2, 67, 129, 2, 2, 40, 40)),
+    Check("one row, one key", "bfloat16", Shape(1, 1, 1, 1, 1, 64, 64)),
+    Check("window", "bfloat16", Shape(1, 200, 200, 4, 2, 64, 64), {"local_window_size": (40, 7)}),
+    Check("causal window, width 256", "float16", Shape(1, 150, 150, 2, 1, 256, 256), {"local_window_size": (50, 0)}),
+    Check(
+        "lengths, one of them 0",
+        "bfloat16",
+        Shape(3, 90, 140, 2, 2, 64, 64),
+        {"query_seq_lengths": _int32(90, 33, 5), "key_value_seq_lengths": _int32(100, 0, 140)},
+    ),
+    Check(
+        "segments",
+        "bfloat16",
+        Shape(1, 150, 150, 2, 2, 64, 64),
+        {
+            "is_causal": True,
+            "query_segment_ids": np.repeat(_int32(3, 0, 5), 50)[None],
+            "key_value_segment_ids": np.repeat(_int32(3, 0, 5), 50)[None],
+        },
+    ),
+    Check("soft cap", "float32", Shape(1, 70, 70, 2, 2, 64, 64), {"is_causal": True, "softcap": 2.0}),
+    Check("sinks", "bfloat16", Shape(1, 80, 80, 4, 1, 64, 64), {"sinks": np.array([-1, 0, 2, 5], np.float32)}),
+    Check(
+        "few rows at the end",
+        "bfloat16",
+        Shape(2, 3, 150, 4, 1, 128, 128),
+        {"is_causal": True, "query_offset": "end"},
+    ),
+    Check("keys wider than values", "bfloat16", Shape(1, 140, 140, 2, 2, 192, 128), {"is_causal": True}),
+)
+# An emulated GPU runs a hundred thousand times slower than a real one.
+_EMULATED_CHECK = Check("emulated GPU", "bfloat16", Shape(1, 20, 20, 2, 1, 64, 64), {"is_causal": True})
+
+
+def main() -> int:
+    """Prints the whole examination; the exit status is 1 if anything is missing or wrong."""
+    problems = [*_print_installation(), *_print_choices(), *_print_checks()]
+    if not problems:
+        print("\nAll is well: jax_fa4 gives right results on this machine.")
+        return 0
+    print("\nWhat is wrong:")
+    for problem in problems:
+        print(textwrap.fill(problem, 118, initial_indent="  - ", subsequent_indent="    "))
+    print(f"jax_fa4 is NOT well on this machine: {len(problems)} problem{'s' if problems[1:] else ''}, listed above.")
+    return 1
+
+
+def _print_installation() -> Iterator[str]:
+    """Prints versions, devices, extension, driver and kernels; yields problems."""
+    versions = [f"{name} {_version(name)}" for name in ("jax_fa4", "jax", "jaxlib")]
+    print(f"Python {platform.python_version()}, " + ", ".join(versions))
+    print("devices:   " + "; ".join(map(_describe, jax.devices())))
+    try:
+        extension = native.extension()
+    except ImportError as error:
+        print("extension: missing")
+        yield str(error)
+        return
+    major, minor = extension.ffi_api_version()
+    print(f"extension: {extension.__file__}, XLA FFI {major}.{minor}")
+    driver = extension.cuda_driver_info()
+    on_gpu = any(device.platform == "gpu" for device in jax.devices())
+    if driver["why_not"] is not None:
+        print(f"driver:    {driver['why_not']}")
+        if on_gpu:
+            yield f"JAX has a GPU, but its driver cannot be used: {driver['why_not']}"
+    else:
+        gpus = ", ".join("{name} (compute capability {}.{})".format(*_pair(gpu), **gpu) for gpu in driver["gpus"])
+        print("driver:    CUDA {}.{}, {}".format(*driver["cuda_version"], gpus or "no GPU"))
+        if driver["gpus"] and not on_gpu:
+            print("           JAX does not use these GPUs: for that, install jax[cuda13] or jax[cuda12].")
+    builds: dict[str, list[str]] = {}
+    for kernel, target in extension.kernel_builds():
+        builds.setdefault(kernel, []).append(target)
+    for i, (kernel, targets) in enumerate(sorted(builds.items())):
+        print(f"{'' if i else 'kernels:':10} {kernel} for {', '.join(targets)}")
+    if not builds:
+        print("kernels:   none")
+        yield "This build holds no kernels: reinstall jax_fa4 from a wheel, or with `pip install .` in its source tree."
+
+
+def _pair(gpu: dict[str, Any]) -> tuple[int, int]:
+    major, minor = gpu["compute_capability"]
+    return major, minor
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed, only imported)"
+
+
+def _describe(device: jax.Device) -> str:
+    capability = getattr(device, "compute_capability", None)
+    return f"{device.platform} {device.id}: {device.device_kind}" + (f", sm {capability}" if capability else "")
+
+
+def _print_choices() -> Iterator[str]:
+    """Prints what would run calls of models in bfloat16, and why not the others; yields problems."""
+    print("\nWhat implementation=None runs on the default device, in bfloat16:")
+    reasons: dict[str, list[str]] = {}
+    for name, shape, arguments in _MODELS:
+        operands = _shapes(shape, "bfloat16")
+        whys = {one: why_not(one, *operands, **arguments) for one in _names()}
+        chosen = next((one for one in _automatic() if whys[one] is None), None)
+        print(f"  {name:28} {chosen or 'nothing'}")
+        if chosen is None:
+            yield f"Nothing can run {name}: {why_not(None, *operands, **arguments)}"
+        for one, why in whys.items():
+            if why is not None:
+                reasons.setdefault(f"{one}: {why}", []).append(name)
+    for why, names in reasons.items():
+        where = "any of them" if len(names) == len(_MODELS) else "; ".join(names)
+        text = f"not {where}, by {why}"
+        print(textwrap.fill(text, 118, initial_indent="    ", subsequent_indent="      "))
+
+
+def _automatic() -> list[str]:
+    """Names of the implementations that implementation=None chooses from, best first."""
+    modules = dispatch.find(None)
+    return [next(name for name in _names() if dispatch.find(name) == [module]) for module in modules]
+
+
+def _names() -> list[str]:
+    """Every implementation, by one name each."""
+    names: dict[Any, str] = {}
+    for name in dispatch._BY_NAME:
+        names.setdefault(dispatch.find(name)[0], name)
+    return list(names.values())
+
+
+def _shapes(shape: Shape, dtype: str) -> tuple[jax.ShapeDtypeStruct, ...]:
+    batch, rows, keys, heads, kv_heads, width, value_width = shape
+    struct = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(dtype))
+    return (
+        struct((batch, rows, heads, width)),
+        struct((batch, keys, kv_heads, width)),
+        struct((batch, keys, kv_heads, value_width)),
+    )
+
+
+def _print_checks() -> Iterator[str]:
+    """Runs the checks and prints how far results are off; yields problems."""
+    print("\nOutputs, lse and gradients, and the largest share of the allowed error that an element has:")
+    for check in _CHECKS:
+        yield from _print_check(check, _to_run(check))
+    if jax.default_backend() != "gpu":
+        operands = _shapes(_EMULATED_CHECK.shape, _EMULATED_CHECK.dtype)
+        reason = why_not("emulated", *operands, **_EMULATED_CHECK.arguments)
+        if reason is None:
+            yield from _print_check(_EMULATED_CHECK, ["emulated"])
+        else:
+            print(textwrap.fill(f"not emulated: {reason}", 118, initial_indent="  ", subsequent_indent="    "))
+
+
+def _to_run(check: Check) -> list[str]:
+    """What would run the check by itself, and the kernels for this device even where something else is preferred."""
+    operands = _shapes(check.shape, check.dtype)
+    able = [one for one in _automatic() if why_not(one, *operands, **check.arguments) is None]
+    return [one for one in able if one in (able[0], "cuda")]
+
+
+def _print_check(check: Check, implementations: list[str]) -> Iterator[str]:
+    """Compares the results of one call by some implementations."""
+    label = f"{check.name} ({check.dtype})"
+    if not implementations:
+        yield f"Nothing can run the check '{label}'."
+        return
+    rng = np.random.default_rng(len(label))
+    operands = [rng.standard_normal(x.shape).astype(x.dtype) for x in _shapes(check.shape, check.dtype)]
+    dout = rng.standard_normal((*operands[0].shape[:3], check.shape.value_width)).astype(operands[0].dtype)
+    dlse = rng.standard_normal(operands[0].shape[:3], np.float32)
+    seen = _visible(check)
+    exact = _exact(check, seen, operands, dout, dlse)
+    rounded = _pull_back(functools.partial(_naive, check, seen), check, operands, dout, dlse)
+    for name in implementations:
+        try:
+            got = _pull_back(functools.partial(_ours, check, name), check, operands, dout, dlse)
+        except Exception as error:  # Whatever goes wrong is what the doctor is for.
+            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+            print(f"  {label:40} {name:10} RAISED {reason[:60]}")
+            yield f"'{name}' raised in the check '{label}': {reason}"
+            continue
+        used, wrong = _compare(check.dtype, got, exact, rounded)
+        print(f"  {label:40} {name:10} {'WRONG' if wrong else 'right'}  {used:.2f}")
+        for sentence in wrong:
+            yield f"'{name}' is wrong in the check '{label}': {sentence}"
+
+
+def _ours(check: Check, implementation: str, query: Any, key: Any, value: Any, sinks: Any) -> tuple[Array, Array]:
+    arguments = check.arguments if sinks is None else check.arguments | {"sinks": sinks}
+    return attention(query, key, value, implementation=implementation, return_residual=True, **arguments)
+
+
+def _pull_back(
+    function: Callable[..., tuple[Array, Array]],
+    check: Check,
+    operands: list[np.ndarray],
+    dout: np.ndarray,
+    dlse: np.ndarray,
+) -> Results:
+    """Out, lse and gradients, compiled."""
+
+    @jax.jit
+    def run(*operands: Any) -> dict[str, Array]:
+        (out, lse), pullback = jax.vjp(function, *operands)
+        # A row without keys has an lse of -inf, which nothing depends on.
+        return {"out": out, "lse": lse} | dict(zip(_INPUTS, pullback((dout, dlse)), strict=True))
+
+    results = run(*operands, check.arguments.get("sinks"))
+    return {name: np.asarray(x, np.float64) for name, x in results.items() if x is not None}
+
+
+_INPUTS = ("query", "key", "value", "sinks")
+
+
+def _compare(dtype: str, got: Results, exact: Results, rounded: Results) -> tuple[float, list[str]]:
+    """The largest share of the tolerance that is used, and a sentence for each result that is wrong.
+
+    An element may be off by twice the largest error of naive attention in the same dtype, plus rounding: one and a half
+    spacings of that dtype (for lse, of float32) at the largest element, for where the naive error is small by luck.
+    """
+    used, wrong = 0.0, []
+    for name, want in exact.items():
+        have, finite = got[name], np.isfinite(want)
+        with np.errstate(invalid="ignore"):
+            error = np.where(have == want, 0, np.abs(have - want))
+            naive = np.abs(rounded[name] - want)[finite].max(initial=0)
+        spacing = float(jnp.finfo(np.float32 if name == "lse" else dtype).eps)
+        tolerance = 2 * naive + 1.5 * spacing * np.abs(want[finite]).max(initial=0)
+        off = float(np.nan_to_num(error, nan=np.inf).max(initial=0))
+        if off > tolerance:
+            result = name if name in ("out", "lse") else f"the gradient of {name}"
+            wrong.append(f"{result} is off by {off:.2g}, more than {tolerance:.2g}.")
+        if off:
+            used = max(used, off / tolerance if tolerance else np.inf)
+    return used, wrong
+
+
+def _visible(check: Check) -> np.ndarray:
+    """Which keys each row sees, (B, T, S)."""
+    batch, rows, keys = check.shape[:3]
+    get = check.arguments.get
+    i, j = np.arange(rows)[:, None], np.arange(keys)
+    at = i + (keys - rows if get("query_offset") == "end" else 0)
+    seen = np.ones((batch, rows, keys), bool)
+    if get("is_causal"):
+        seen &= j <= at
+    if (window := get("local_window_size")) is not None:
+        seen &= (at - window[0] <= j) & (j <= at + window[1])
+    if (lengths := get("query_seq_lengths")) is not None:
+        seen &= i < lengths[:, None, None]
+    if (lengths := get("key_value_seq_lengths")) is not None:
+        seen &= j < lengths[:, None, None]
+    if (ids := get("query_segment_ids")) is not None:
+        seen &= ids[:, :, None] == check.arguments["key_value_segment_ids"][:, None]
+    return seen
+
+
+def _exact(check: Check, seen: np.ndarray, operands: list[np.ndarray], dout: np.ndarray, dlse: np.ndarray) -> Results:
+    """Naive attention and its gradients in float64, all axes spelled out: b, n = k * g, t, s."""
+    batch, rows, _, heads, kv_heads, width, _ = check.shape
+
+    def split(x: np.ndarray) -> np.ndarray:
+        return x.astype(np.float64).reshape(batch, rows, kv_heads, heads // kv_heads, *x.shape[3:])
+
+    q, k, v = split(operands[0]), *(x.astype(np.float64) for x in operands[1:])
+    dout, dlse = split(dout), np.moveaxis(split(dlse), 1, 3)
+    scale, cap = width**-0.5, check.arguments.get("softcap")
+    logits = np.einsum("btkgd,bskd->bkgts", q, k) * scale
+    slope = np.ones_like(logits)
+    if cap is not None:
+        logits, slope = cap * np.tanh(logits / cap), 1 - np.tanh(logits / cap) ** 2
+    shown = seen[:, None, None]
+    some = shown.any(-1)
+    logits = np.where(shown, logits, -np.inf)
+    top = np.where(some, logits.max(-1, initial=-np.inf), 0)
+    weights = np.exp(logits - top[..., None])
+    total = np.where(some, weights.sum(-1), 1)
+    lse, probs = np.where(some, top + np.log(total), -np.inf), weights / total[..., None]
+    share = np.ones_like(lse)
+    sinks = check.arguments.get("sinks")
+    if sinks is not None:
+        share = 1 / (1 + np.exp(sinks.astype(np.float64).reshape(kv_heads, -1, 1) - np.where(some, lse, np.inf)))
+    heavy = probs * share[..., None]
+    out = np.einsum("bkgts,bskd->btkgd", heavy, v)
+    dheavy = np.einsum("btkgd,bskd->bkgts", dout, v)
+    delta = (heavy * dheavy).sum(-1)
+    dlogits = (heavy * (dheavy - delta[..., None]) + probs * dlse[..., None]) * slope
+    results = {
+        "out": out,
+        "lse": np.moveaxis(lse, 3, 1),
+        "query": np.einsum("bkgts,bskd->btkgd", dlogits, k) * scale,
+        "key": np.einsum("bkgts,btkgd->bskd", dlogits, q) * scale,
+        "value": np.einsum("bkgts,btkgd->bskd", heavy, dout),
+    }
+    if sinks is not None:
+        results["sinks"] = -((1 - share) * delta).sum((0, 3))
+    shapes = {"out": (batch, rows, heads, -1), "lse": (batch, rows, heads), "query": operands[0].shape, "sinks": heads}
+    return {name: x.reshape(shapes.get(name, x.shape)) for name, x in results.items()}
+
+
+def _naive(check: Check, seen: np.ndarray, query: Any, key: Any, value: Any, sinks: Any) -> tuple[Array, Array]:
+    """Naive attention in the operands' dtype, softmax in float32, as jax.nn computes it."""
+    batch, rows, _, heads, kv_heads, width, value_width = check.shape
+    q = jnp.reshape(query, (batch, rows, kv_heads, heads // kv_heads, width))
+    cap = check.arguments.get("softcap")
+    logits = jnp.einsum("btkgd,bskd->bkgts", q, key, preferred_element_type=np.float32) * np.float32(width**-0.5)
+    logits = logits if cap is None else cap * jnp.tanh(logits / cap)
+    shown = seen[:, None, None]
+    logits = jnp.where(shown, logits, np.finfo(np.float32).min)
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    total = lse if sinks is None else jnp.logaddexp(lse, jnp.reshape(sinks, (kv_heads, -1, 1)))
+    probs = jnp.where(shown, jnp.exp(logits - total[..., None]), 0).astype(value.dtype)
+    out = jnp.einsum("bkgts,bskd->btkgd", probs, value).reshape(batch, rows, heads, value_width)
+    some = shown.any(-1)
+    lse = jnp.where(some, lse, -np.inf)
+    return out, lax.collapse(jnp.moveaxis(lse, 3, 1), 2, 4)

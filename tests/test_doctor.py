@@ -1,0 +1,170 @@
+"""`python -m jax_fa4`: its exit status says whether all is well, whatever is wrong, and its own oracle is right."""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import oracle
+import pytest
+
+import jax_fa4
+from jax_fa4 import doctor, native
+
+Captured = pytest.CaptureFixture[str]
+
+WELL = "All is well: jax_fa4 gives right results on this machine."
+
+
+@pytest.fixture
+def few_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of the checks, one of them with what only some rows have."""
+    names = ("lengths, one of them 0", "soft cap")
+    monkeypatch.setattr(doctor, "_CHECKS", [check for check in doctor._CHECKS if check.name in names])
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")  # nothing is emulated
+
+
+@pytest.mark.slow
+def test_all_is_well_here(tmp_path: Path) -> None:
+    ran = subprocess.run([sys.executable, "-P", "-m", "jax_fa4"], cwd=tmp_path, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout.splitlines()[-1] == WELL
+    for check in doctor._CHECKS:
+        assert f"  {check.name} ({check.dtype})" in ran.stdout
+
+
+@pytest.mark.usefixtures("few_checks")
+def test_the_report(capsys: Captured) -> None:
+    assert doctor.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == WELL
+    assert any(line.startswith("Python ") and f"jax {jax.__version__}" in line for line in lines)
+    assert any(line.startswith("kernels: ") and "sm80_forward for " in line for line in lines)
+    assert [name for name, _, _ in doctor._MODELS if not any(line.startswith(f"  {name} ") for line in lines)] == []
+    assert sum("right  0." in line for line in lines) == 2
+
+
+def wrong_out(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return out.at[-1, -1, -1, -1].add(0.1), lse
+
+
+def wrong_lse(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return out, lse * (1 + 1e-4)
+
+
+def nan_out(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return out.at[0, 0, 0, 0].set(np.nan), lse
+
+
+def wrong_gradient(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return out + 0.1 * (out - jax.lax.stop_gradient(out)), lse
+
+
+@pytest.mark.usefixtures("few_checks")
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (wrong_out, "out is off by 0.1"),
+        (nan_out, "out is off by inf"),
+        (wrong_lse, "lse is off by"),
+        (wrong_gradient, "the gradient of value is off by"),
+    ],
+)
+def test_wrong_numbers(spoil: Any, says: str, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "attention", lambda *a, **k: spoil(*jax_fa4.attention(*a, **k)))
+    assert doctor.main() == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "WRONG" in printed
+    assert f"is wrong in the check 'soft cap (float32)': {says}" in printed
+    assert "is NOT well on this machine" in printed
+
+
+@pytest.mark.usefixtures("few_checks")
+def test_an_implementation_that_raises(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no such kernel\nand more")
+
+    monkeypatch.setattr(doctor, "attention", broken)
+    assert doctor.main() == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed.count("RAISED RuntimeError: no such kernel") == 2
+    assert printed.endswith("jax_fa4 is NOT well on this machine: 2 problems, listed above.")
+
+
+@pytest.mark.usefixtures("few_checks")
+def test_a_missing_extension(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> Any:
+        raise ImportError("The extension jax_fa4._native is not built.")
+
+    monkeypatch.setattr(native, "extension", missing)
+    assert doctor.main() == 1
+    printed = capsys.readouterr().out
+    assert "extension: missing" in printed
+    assert printed.count("right  0.") == 2
+    assert "1 problem, listed above." in printed
+
+
+def extension(**answers: Any) -> SimpleNamespace:
+    """An extension on a machine with an H200, unless told otherwise."""
+    gpu = {"name": "NVIDIA H200", "compute_capability": (9, 0), "memory_bytes": 2**37}
+    driver = {"why_not": None, "cuda_version": (13, 0), "gpus": [gpu]} | answers.pop("driver", {})
+    stub = {"ffi_api_version": (0, 3), "cuda_driver_info": driver, "kernel_builds": [("forward", "sm_80")]} | answers
+    functions = {name: (lambda answer=answer: answer) for name, answer in stub.items()}
+    return SimpleNamespace(__file__="_native.so", **functions)
+
+
+@pytest.mark.parametrize(
+    ("answers", "platform", "printed", "problem"),
+    [
+        ({}, "gpu", "CUDA 13.0, NVIDIA H200 (compute capability 9.0)", None),
+        ({}, "cpu", "JAX does not use these GPUs", None),
+        ({"kernel_builds": []}, "cpu", "kernels:   none", "holds no kernels"),
+        ({"driver": {"why_not": "too old."}}, "cpu", "driver:    too old.", None),
+        ({"driver": {"why_not": "too old."}}, "gpu", "driver:    too old.", "its driver cannot be used: too old."),
+    ],
+)
+def test_the_installation(
+    answers: dict[str, Any],
+    platform: str,
+    printed: str,
+    problem: str | None,
+    capsys: Captured,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = SimpleNamespace(platform=platform, id=0, device_kind="some")
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    monkeypatch.setattr(native, "extension", lambda: extension(**answers))
+    problems = list(doctor._print_installation())
+    assert printed in capsys.readouterr().out
+    assert len(problems) == (problem is not None)
+    assert problem is None or problem in problems[0]
+
+
+@pytest.mark.parametrize("check", [*doctor._CHECKS, doctor._EMULATED_CHECK], ids=lambda check: check.name)
+def test_the_doctors_oracle(check: doctor.Check) -> None:
+    rng = np.random.default_rng(0)
+    shape = check.shape
+    operands = [rng.standard_normal(x.shape).astype(x.dtype) for x in doctor._shapes(shape, check.dtype)]
+    dout = rng.standard_normal((shape.batch, shape.rows, shape.heads, shape.value_width)).astype(operands[0].dtype)
+    dlse = rng.standard_normal((shape.batch, shape.rows, shape.heads), np.float32)
+    seen = doctor._visible(check)
+    arguments = dict(zip(("query", "key", "value"), operands, strict=True)) | check.arguments
+    assert (seen == oracle.visible(arguments)[:, 0]).all()
+    got = doctor._exact(check, seen, operands, dout, dlse)
+    values, _ = oracle._values_and_spreads(oracle._Call.of(arguments, dout, dlse))
+    for name, x in got.items():
+        # The oracle takes the scale as a kernel does, in float32.
+        np.testing.assert_allclose(x, values[name], rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+def test_the_exit_status_is_mains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "main", lambda: 7)
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_module("jax_fa4", run_name="__main__")
+    assert caught.value.code == 7
