@@ -27,6 +27,7 @@ import re
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -57,6 +58,8 @@ _MOST_ROUNDS = 30
 # What is one kernel or little more: a chain of so many calls of the others would take minutes to compile.
 _CHAIN = 100
 _LAUNCHED = ("fa4 cuda", "fa4 pallas", "cudnn", "FA3")
+# Compilers run side by side, but not what comes before them: others' Python may not be made for threads.
+_TRACING = threading.Lock()
 _SLOW = 1.0  # seconds of a program whose first run is a reading
 
 
@@ -217,9 +220,11 @@ def build(contender: Contender, work: str, call: Call, inputs: Sequence[Inputs])
     """Compiles one pass of one contender, or says why that cannot be."""
     column = Column(contender.name, work)
     try:
-        function = contender.bind(call)
-        program = in_order((without_gradient if work == FORWARD else with_gradient)(function))
-        column.program = jax.jit(program).lower(inputs, call.arrays).compile()
+        with _TRACING:
+            function = contender.bind(call)
+            program = in_order((without_gradient if work == FORWARD else with_gradient)(function))
+            lowered = jax.jit(program).lower(inputs, call.arrays)
+        column.program = lowered.compile()
     except Exception as error:  # Whatever another library raises is the reason of a dash.
         column.fail(error)
     return column

@@ -35,11 +35,12 @@ class Call:
 
     @classmethod
     def of(cls, workload: Workload) -> Call:
-        """The call that a workload makes."""
+        """The call that a workload makes, with its arrays on the device."""
         arguments = workload.arguments()
         is_array = {name: hasattr(jax.tree.leaves(x)[0], "dtype") for name, x in arguments.items()}
         options = {name: x for name, x in arguments.items() if not is_array[name]}
-        return cls(workload, options, {name: x for name, x in arguments.items() if is_array[name]})
+        arrays = {name: jax.tree.map(jnp.asarray, x) for name, x in arguments.items() if is_array[name]}
+        return cls(workload, options, arrays)
 
     def require(self, *names: str) -> None:
         """Raises NotImplementedError if the call has arguments other than these."""
