@@ -129,7 +129,7 @@ __device__ __forceinline__ void BackwardQuery(const Parameters& p) {
 
   const Place place(p.rows, kTile, p.heads);
   const Heads<Element> heads(p, place.batch, place.head);
-  const float scale = p.scale[place.batch % p.scale_batch];
+  const float scale = ScaleOf(p, place.batch);
   const auto bounds = BoundsOf(p, place.batch).template OfTile<kTile>(place.first);
   KeySpan seen[kRows];
   RowWeights row_weights[kRows];
@@ -218,8 +218,6 @@ __device__ __forceinline__ void BackwardKey(const Parameters& p) {
 
   const Place place(p.keys, kTile, p.kv_heads);
   const uint32_t group = p.heads / p.kv_heads, first_head = place.head * group;
-  const float scale = p.scale[place.batch % p.scale_batch];
-  const RowBounds row_bounds = BoundsOf(p, place.batch);
   const KeySpan tile = {place.first, place.first + kTile};
   {
     // Keys that no row sees may hold NaN: it stays in their rows of S^T and dP^T, and is hidden.
@@ -232,20 +230,23 @@ __device__ __forceinline__ void BackwardKey(const Parameters& p) {
 
 #pragma unroll 1
   for (uint32_t first = 0; first < p.rows; first += kStep) {
-    const auto bounds = row_bounds.OfTile<kStep>(first);
+    const auto bounds = BoundsOf(p, Opaque(place.batch)).template OfTile<kStep>(first);
     if (!bounds.some.Meets(tile)) continue;
-    const bool masked = !bounds.all.Holds(tile);
     const uint32_t count = min(static_cast<uint32_t>(kStep), p.rows - first);
-    KeySpan seen[kRows];
+    const bool masked = !bounds.all.Holds(tile);
+    const auto hide = [&](float (&x)[kKeys][kRows]) {
+      KeySpan seen[kRows];
 #pragma unroll
-    for (int32_t j = 0; j < kRows; ++j) seen[j] = bounds.Of(ThreadX(), j);
-    const auto hidden = [&](int32_t i, int32_t j) {
-      return !seen[j].Holds(place.first + ThreadY() + 16 * i);
+      for (int32_t j = 0; j < kRows; ++j) seen[j] = bounds.Of(ThreadX(), j);
+      Fill(x, 0, [&](int32_t i, int32_t j) {
+        return !seen[j].Holds(place.first + ThreadY() + 16 * i);
+      });
     };
 
 #pragma unroll 1
     for (uint32_t head = first_head; head < first_head + group; ++head) {
-      const Heads<Element> heads(p, place.batch, head);
+      const uint32_t batch = Opaque(place.batch);
+      const Heads<Element> heads(p, batch, head);
       RowWeights row_weights[kRows];
 #pragma unroll
       for (int32_t j = 0; j < kRows; ++j) {
@@ -258,7 +259,7 @@ __device__ __forceinline__ void BackwardKey(const Parameters& p) {
       __syncthreads();
       RowDots<kWidth>(weights, k_tile, row_tile, p.width);
       Fill(dlogits, 1, [](int32_t, int32_t) { return true; });
-      ScaleAndCap(weights, scale, p.softcap, [&](int32_t i, int32_t j, float slope) {
+      ScaleAndCap(weights, ScaleOf(p, batch), p.softcap, [&](int32_t i, int32_t j, float slope) {
         dlogits[i][j] = slope;
       });
 #pragma unroll
@@ -269,7 +270,7 @@ __device__ __forceinline__ void BackwardKey(const Parameters& p) {
           dlogits[i][j] *= weights[i][j];
         }
       }
-      if (masked) Fill(weights, 0, hidden);
+      if (masked) hide(weights);
       PutFactor(p_tile, weights);
 
       __syncthreads();  // Q was read
@@ -283,7 +284,7 @@ __device__ __forceinline__ void BackwardKey(const Parameters& p) {
 #pragma unroll
         for (int32_t i = 0; i < kKeys; ++i) dlogits[i][j] *= weights[i][j] - delta;
       }
-      if (masked) Fill(dlogits, 0, hidden);
+      if (masked) hide(dlogits);
 
       __syncthreads();  // dO was read
       PutFactor(p_tile, dlogits);
@@ -294,40 +295,49 @@ __device__ __forceinline__ void BackwardKey(const Parameters& p) {
   }
 
   __syncwarp();  // K and V were read
-  PutSums<kWidth>(k_tile, dkey, scale);
+  PutSums<kWidth>(k_tile, dkey, ScaleOf(p, Opaque(place.batch)));
   PutSums<kWidth>(v_tile, dvalue, 1);
-  const Head of_dkey(place.batch, p.keys, p.kv_heads, place.head, p.width);
-  const Head of_dvalue(place.batch, p.keys, p.kv_heads, place.head, p.value_width);
+  const uint32_t head = Opaque(first_head) / group;
+  const Head of_dkey(place.batch, p.keys, p.kv_heads, head, p.width);
+  const Head of_dvalue(place.batch, p.keys, p.kv_heads, head, p.value_width);
   StoreTile<kTile, kWidth>(static_cast<Element*>(p.dkey), of_dkey, place.first, p.keys, k_tile);
   StoreTile<kTile, kWidth>(static_cast<Element*>(p.dvalue), of_dvalue, place.first, p.keys, v_tile);
 }
 
+// CTAs on an SM that registers are to allow. Where a thread has 64 sums and 16 factors, which is at
+// 128, backward_key does not do with the 128 registers of two CTAs.
+constexpr int32_t kQueryCtas = 2;
+template <int32_t kWidth>
+constexpr int32_t kKeyCtas = kWidth == 128 ? 1 : 2;
+
 }  // namespace jax_fa4::sm80
 
-#define BACKWARD_DELTA(name, Element)                                              \
-  extern "C" __global__ void __launch_bounds__(jax_fa4::sm80::kThreads)            \
-      backward_delta_##name(const __grid_constant__ jax_fa4::sm80::Parameters p) { \
-    jax_fa4::sm80::BackwardDelta<Element>(p);                                      \
+using namespace jax_fa4::sm80;
+
+#define BACKWARD_DELTA(name, Element)                               \
+  extern "C" __global__ void __launch_bounds__(kThreads)            \
+      backward_delta_##name(const __grid_constant__ Parameters p) { \
+    BackwardDelta<Element>(p);                                      \
   }
-#define BACKWARD(name, Element, width)                                                       \
-  extern "C" __global__ void __launch_bounds__(jax_fa4::sm80::kThreads, 2)                   \
-      backward_query_##name##_##width(const __grid_constant__ jax_fa4::sm80::Parameters p) { \
-    jax_fa4::sm80::BackwardQuery<Element, width>(p);                                         \
-  }                                                                                          \
-  extern "C" __global__ void __launch_bounds__(jax_fa4::sm80::kThreads, 2)                   \
-      backward_key_##name##_##width(const __grid_constant__ jax_fa4::sm80::Parameters p) {   \
-    jax_fa4::sm80::BackwardKey<Element, width>(p);                                           \
+#define BACKWARD(name, Element, width)                                        \
+  extern "C" __global__ void __launch_bounds__(kThreads, kQueryCtas)          \
+      backward_query_##name##_##width(const __grid_constant__ Parameters p) { \
+    BackwardQuery<Element, width>(p);                                         \
+  }                                                                           \
+  extern "C" __global__ void __launch_bounds__(kThreads, kKeyCtas<width>)     \
+      backward_key_##name##_##width(const __grid_constant__ Parameters p) {   \
+    BackwardKey<Element, width>(p);                                           \
   }
 
 BACKWARD_DELTA(float32, float)
-BACKWARD_DELTA(float16, jax_fa4::ptx::float16)
-BACKWARD_DELTA(bfloat16, jax_fa4::ptx::bfloat16)
+BACKWARD_DELTA(float16, float16)
+BACKWARD_DELTA(bfloat16, bfloat16)
 BACKWARD(float32, float, 64)
 BACKWARD(float32, float, 128)
 BACKWARD(float32, float, 256)
-BACKWARD(float16, jax_fa4::ptx::float16, 64)
-BACKWARD(float16, jax_fa4::ptx::float16, 128)
-BACKWARD(float16, jax_fa4::ptx::float16, 256)
-BACKWARD(bfloat16, jax_fa4::ptx::bfloat16, 64)
-BACKWARD(bfloat16, jax_fa4::ptx::bfloat16, 128)
-BACKWARD(bfloat16, jax_fa4::ptx::bfloat16, 256)
+BACKWARD(float16, float16, 64)
+BACKWARD(float16, float16, 128)
+BACKWARD(float16, float16, 256)
+BACKWARD(bfloat16, bfloat16, 64)
+BACKWARD(bfloat16, bfloat16, 128)
+BACKWARD(bfloat16, bfloat16, 256)

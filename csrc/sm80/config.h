@@ -61,9 +61,7 @@ JAX_FA4_HOST_DEVICE constexpr Tile BackwardTile(int32_t width) {
   return width <= 128 ? Tile{64, 64} : Tile{32, 32};
 }
 // So many keys or rows these two go through at a time.
-JAX_FA4_HOST_DEVICE constexpr int32_t BackwardStep(int32_t width) {
-  return width <= 64 ? 64 : width <= 128 ? 32 : 16;
-}
+JAX_FA4_HOST_DEVICE constexpr int32_t BackwardStep(int32_t width) { return width <= 128 ? 32 : 16; }
 
 // Floats from one row of a tile in shared memory to the next: 16-byte loads of eight neighbouring
 // rows then hit all banks once.

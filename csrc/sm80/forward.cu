@@ -40,7 +40,7 @@ __device__ __forceinline__ void Forward(const Parameters& p) {
 
   const Place place(p.rows, kTile.rows, p.heads);
   const Heads<Element> heads(p, place.batch, place.head);
-  const float scale = p.scale[place.batch % p.scale_batch];
+  const float scale = ScaleOf(p, place.batch);
   const auto bounds = BoundsOf(p, place.batch).template OfTile<kTile.rows>(place.first);
   KeySpan seen[kRows];
   OnlineSoftmax softmax[kRows];
@@ -123,18 +123,20 @@ __device__ __forceinline__ void Forward(const Parameters& p) {
 
 }  // namespace jax_fa4::sm80
 
-#define FORWARD(name, Element, width)                                                 \
-  extern "C" __global__ void __launch_bounds__(jax_fa4::sm80::kThreads, 2)            \
-      forward_##name##_##width(const __grid_constant__ jax_fa4::sm80::Parameters p) { \
-    jax_fa4::sm80::Forward<Element, width>(p);                                        \
+using namespace jax_fa4::sm80;
+
+#define FORWARD(name, Element, width)                                  \
+  extern "C" __global__ void __launch_bounds__(kThreads, 2)            \
+      forward_##name##_##width(const __grid_constant__ Parameters p) { \
+    Forward<Element, width>(p);                                        \
   }
 
 FORWARD(float32, float, 64)
 FORWARD(float32, float, 128)
 FORWARD(float32, float, 256)
-FORWARD(float16, jax_fa4::ptx::float16, 64)
-FORWARD(float16, jax_fa4::ptx::float16, 128)
-FORWARD(float16, jax_fa4::ptx::float16, 256)
-FORWARD(bfloat16, jax_fa4::ptx::bfloat16, 64)
-FORWARD(bfloat16, jax_fa4::ptx::bfloat16, 128)
-FORWARD(bfloat16, jax_fa4::ptx::bfloat16, 256)
+FORWARD(float16, float16, 64)
+FORWARD(float16, float16, 128)
+FORWARD(float16, float16, 256)
+FORWARD(bfloat16, bfloat16, 64)
+FORWARD(bfloat16, bfloat16, 128)
+FORWARD(bfloat16, bfloat16, 256)

@@ -34,6 +34,10 @@ struct Heads {
   }
 };
 
+__device__ __forceinline__ float ScaleOf(const Parameters& p, uint32_t batch) {
+  return p.scale[batch % p.scale_batch];
+}
+
 __device__ __forceinline__ RowBounds BoundsOf(const Parameters& p, uint32_t batch) {
   const bool arrays = p.lower != nullptr;
   return {arrays ? p.lower + int64_t{batch % p.lower_batch} * p.rows : nullptr,

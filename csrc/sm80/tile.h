@@ -22,6 +22,13 @@ using ptx::float16;
 __device__ __forceinline__ uint32_t ThreadY() { return threadIdx.x / 16; }
 __device__ __forceinline__ uint32_t ThreadX() { return threadIdx.x % 16; }
 
+// The same number, of which the compiler knows nothing: what follows from it is computed where it
+// is needed. Kept across a loop, it would push other numbers out of the registers.
+__device__ __forceinline__ uint32_t Opaque(uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // The tile of rows, or of keys, that a CTA works on.
 struct Place {
   uint32_t first;  // position in the array
@@ -35,19 +42,20 @@ struct Place {
   }
 };
 
-// One head of one element of an array (batch, length, heads, width), in elements: 64 bits, since
-// arrays may have more than 2^31.
+// One head of one element of an array (batch, length, heads, width), in elements: offsets have 64
+// bits, since arrays may have more than 2^31; what one position has is far less.
 struct Head {
-  int64_t start, stride;  // of position 0; from one position to the next
+  int64_t start;    // of position 0
+  uint32_t stride;  // from one position to the next
   uint32_t width;
 
   __device__ __forceinline__
-  Head(uint32_t batch, int32_t length, int32_t heads, uint32_t head, int32_t of_width)
+  Head(uint32_t batch, uint32_t length, uint32_t heads, uint32_t head, uint32_t of_width)
       : start((int64_t{batch} * length * heads + head) * of_width),
-        stride(int64_t{heads} * of_width),
+        stride(heads * of_width),
         width(of_width) {}
   __device__ __forceinline__ int64_t At(uint32_t position) const {
-    return start + position * stride;
+    return start + static_cast<int64_t>(uint64_t{position} * stride);
   }
 };
 
