@@ -17,14 +17,12 @@
 //             dQ += dS K
 //   backward_key     a CTA keeps a tile of keys, and goes through the rows that see some of them,
 //   of
-//                    all query heads that use them. Everything is transposed, so that keys are the
-//                    rows of each tile:
+//                    all query heads that use them; transposed, so that keys are the tile's rows:
 //     K, V                           loaded once
 //     for each step of rows that sees the tile, for each query head:
 //       Q  -> S^T = K Q^T, P^T       P^T goes through shared memory
-//       dO -> dP^T = V dO^T          dO takes the place of Q
-//             dV += P^T dO
-//             dS^T
+//       dO -> dV += P^T dO           dO takes the place of Q
+//             dP^T = V dO^T, dS^T    dS^T goes through shared memory
 //       Q  -> dK += dS^T Q           loaded again: there is no room to keep it
 //
 // Nothing is summed across CTAs, so that equal calls give equal bits. It costs seven matrix

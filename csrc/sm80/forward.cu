@@ -2,18 +2,15 @@
 //
 // A CTA has a tile of query rows of one head, and goes once through the keys that these rows see:
 //
-//   Q                                          loaded once, as all tiles converted to float32
+//   Q                 loaded once, converted to float32 as all tiles are
 //   for each tile of keys, from the first to the last that some row sees:
-//     K        -> S = Q K^T                    in registers, then scaled, capped, and hidden where
-//     the
-//                                              tile has keys that a row does not see
-//     softmax  -> P = e^(S - top), rescaling   top, total and O are kept relative to the row's
-//     maximum V        -> O += P V                     P goes through shared memory, V takes the
-//     place of K
+//     K -> S = Q K^T  in registers; then scaled, capped, and hidden where a row does not see a key
+//     P = e^(S - top) in registers, then in shared memory; top is the row's maximum so far, and
+//                     total and O, which are sums of such weights, are rescaled when it rises
+//     V -> O += P V   in the place of K
 //   out = O / total, lse = top + log(total)
 //
-// Memory beside the results: none. No row of S is ever whole, since a maximum that rises later only
-// scales what was summed before.
+// No row of S is ever whole: a maximum that rises later only scales what was summed before.
 //
 // Source: Dao, "FlashAttention-2" (2023), section 3.1.
 //
@@ -88,27 +85,21 @@ __device__ __forceinline__ void Forward(const Parameters& p) {
     AddProduct<kTile.keys, kWidth>(out, p_tile, kv_tile, count, p.value_width);
   }
 
-  OnlineSoftmax mine;  // of the row that this thread finishes, where several lanes share several
-  bool mine_sees_some = false;
 #pragma unroll
   for (int32_t i = 0; i < kRows; ++i) {
     softmax[i].total = LaneSum<16>(softmax[i].total);  // each lane had the sum over its own keys
     const bool sees_some = !seen[i].Empty() && softmax[i].total != 0;
-    if (ThreadX() == i) {
-      mine = softmax[i];
-      mine_sees_some = sees_some;
-    }
     ScaleRow(out[i], 1 / softmax[i].total);
     if (!sees_some) {
 #pragma unroll
       for (int32_t g = 0; g < kGroups; ++g) out[i][g] = make_float4(0, 0, 0, 0);
     }
-  }
-  const uint32_t row = place.first + ThreadY() + 16 * ThreadX();
-  if (ThreadX() < kRows && row < p.rows) {
-    const LogSumExp finished = mine_sees_some ? mine.Finish() : LogSumExp{-Infinity(), 0};
-    p.lse[heads.of_row.At(row)] = finished.lse;
-    p.lse_rounding[heads.of_row.At(row)] = finished.rounding;
+    const uint32_t row = place.first + ThreadY() + 16 * i;
+    if (ThreadX() == 0 && row < p.rows) {
+      const LogSumExp finished = sees_some ? softmax[i].Finish() : LogSumExp{-Infinity(), 0};
+      p.lse[heads.of_row.At(row)] = finished.lse;
+      p.lse_rounding[heads.of_row.At(row)] = finished.rounding;
+    }
   }
   __syncwarp();  // Q was read
   PutSums<kWidth>(q_tile, out, 1);
