@@ -15,9 +15,8 @@
 //       V  -> dP = dO V^T            in registers
 //       K  -> S = Q K^T, P, dS       K takes the place of V; dS goes through shared memory
 //             dQ += dS K
-//   backward_key     a CTA keeps a tile of keys, and goes through the rows that see some of them,
-//   of
-//                    all query heads that use them; transposed, so that keys are the tile's rows:
+//   backward_key     a CTA keeps a tile of keys, and goes through the rows that see some of it, of
+//                    all query heads that use it; transposed, so that keys are the tile's rows:
 //     K, V                           loaded once
 //     for each step of rows that sees the tile, for each query head:
 //       Q  -> S^T = K Q^T, P^T       P^T goes through shared memory
