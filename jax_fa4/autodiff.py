@@ -192,17 +192,22 @@ def _is_empty(operands: spec.Operands) -> bool:
 
 
 def _sort(operands: spec.Operands) -> spec.Operands:
-    """Applies the operands' permutations to the arrays they concern."""
-    rows, keys = operands.query_order, operands.key_order
-    if rows is None or keys is None:
+    """Applies the operands' permutations to the arrays they concern.
+
+    Keys that no row sees, beyond a length say, come to lie among those of their segment: in the midst of the keys. They
+    are zeroed, so that an implementation has to keep out only what lies outside of the hull of its rows' bounds.
+    """
+    rows, keys, lower, upper = operands.query_order, operands.key_order, operands.lower, operands.upper
+    if rows is None or keys is None or lower is None or upper is None:
         return operands
+    seen = spec.seen_keys(lower, upper, keys.shape[1])[..., None, None]
     bias, mask = (
         None if x is None else spec.permute(spec.permute(x, rows, 2), keys, 3) for x in (operands.bias, operands.mask)
     )
     return operands._replace(
         query=spec.permute(operands.query, rows, 1),
-        key=spec.permute(operands.key, keys, 1),
-        value=spec.permute(operands.value, keys, 1),
+        key=jnp.where(seen, spec.permute(operands.key, keys, 1), 0),
+        value=jnp.where(seen, spec.permute(operands.value, keys, 1), 0),
         bias=bias,
         mask=mask,
         query_order=None,

@@ -116,6 +116,18 @@ def row_bounds(problem: Problem, operands: Operands) -> tuple[Array, Array]:
     return jnp.where(seen, lower, 0), jnp.where(seen, upper, 0)
 
 
+def seen_keys(lower: Array, upper: Array, keys: int) -> Array:
+    """Which keys some row sees, bool (B, S), from row bounds (B, T)."""
+    seen = lower < upper
+
+    def count(bounds: Array) -> Array:
+        """How many rows' bounds lie at each key."""
+        row = jnp.where(seen, bounds, keys)
+        return jax.vmap(lambda x: jnp.zeros(keys + 1, np.int32).at[x].add(1))(row)
+
+    return jnp.cumsum(count(lower) - count(upper), axis=1)[:, :keys] > 0
+
+
 def static_band(rows: int, keys: int, low: int | None, high: int | None) -> tuple[int | None, int | None]:
     """Puts a static band into its one canonical form: a side that hides nothing is None, the others fit in int32."""
     if low is not None:
