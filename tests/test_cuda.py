@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from suite import AttentionSuite
 
-from jax_fa4 import attention, why_not
+from jax_fa4 import attention, native, why_not
 
 
 @pytest.mark.gpu
@@ -85,3 +92,117 @@ class FakeGpu:
 def test_which_gpus(device: FakeGpu, reason: str | None) -> None:
     got = why_not("cuda", X, X, X, device=device)
     assert got is None if reason is None else reason in str(got)
+
+
+def run_program(text: str, **environment: str) -> str:
+    """Runs a Python program in a process of its own; returns what it printed."""
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", textwrap.dedent(text)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+CAPTURE = """
+    import jax, jax.numpy as jnp, numpy as np
+    from jax_fa4 import attention
+
+    def results(implementation, q, k, v):
+        def loss(q, k, v):
+            out = attention(q, k, v, is_causal=True, implementation=implementation)
+            return (out.astype(np.float32) ** 2).sum()
+        return jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
+
+    draw = lambda i: [jax.random.normal(jax.random.key(3 * i + j), (2, 200, 4, 64)) for j in range(3)]
+    call = jax.jit(lambda *x: results("cuda", *x)).lower(*draw(0)).compile()
+    text = call.as_text()
+    body = text[text.index("command_buffer") :]
+    assert "jax_fa4_forward_v1" in body and "jax_fa4_backward_v1" in body, text
+    found = [jax.block_until_ready(call(*draw(i))) for i in range(6)]  # the first captures, the others replay
+    for i, one in enumerate(found):
+        want = jax.jit(lambda *x: results("reference", *x))(*draw(i))
+        for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-3)
+    print("captured")
+"""
+
+
+@pytest.mark.gpu
+def test_captured_in_a_cuda_graph() -> None:
+    """Both calls are in a command buffer of XLA, also with no run before the capture."""
+    flags = "--xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL --xla_gpu_graph_min_graph_size=1"
+    out = run_program(CAPTURE, XLA_FLAGS=flags, JAX_DEFAULT_MATMUL_PRECISION="highest")
+    assert out.strip() == "captured"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.int32])
+@pytest.mark.parametrize("shape", [(32, 64), (33, 8), (100, 200)])
+def test_copy_through_tensor_maps(shape: tuple[int, int], dtype: type) -> None:
+    """The driver's tensor maps: the copy engine loads and stores boxes that reach beyond the matrix."""
+    native.register()
+    x = jnp.arange(np.prod(shape), dtype=np.float32).reshape(shape).astype(dtype)
+    copy = jax.jit(jax.ffi.ffi_call("jax_fa4_tensor_copy_v1", jax.ShapeDtypeStruct(x.shape, x.dtype)))
+    np.testing.assert_array_equal(copy(x), x)
+
+
+@pytest.mark.gpu
+def test_threads_and_devices() -> None:
+    """Several threads call at the same time, on every GPU there is, with kernels that are not loaded yet."""
+
+    def call(i: int) -> None:
+        keys = jax.random.split(jax.random.key(i), 3)
+        with jax.default_device(jax.devices("gpu")[i % len(jax.devices("gpu"))]):
+            width = 16 * (1 + i % 12)
+            dtype = (jnp.float16, jnp.bfloat16, jnp.float32)[i % 3]
+            q, k, v = (jax.random.normal(key, (1, 100 + i, 2, width), dtype) for key in keys)
+            got = attention(q, k, v, implementation="cuda").astype(np.float32)
+            want = attention(q, k, v, implementation="tiled").astype(np.float32)
+        np.testing.assert_allclose(got, want, atol=0.02)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(call, range(48)))
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("long", ["queries", "keys"])
+def test_more_elements_than_int32_counts(long: str) -> None:
+    """2^31 + 2^13 elements: the last rows, and the gradients of the last keys, are what they are in a short call."""
+    length, short, width, last = (1 << 25) + 128, 16, 64, 256
+    rows, keys = (length, short) if long == "queries" else (short, length)
+    query, key, value, dout = (
+        jax.random.normal(jax.random.key(i), (1, n, 1, width), jnp.bfloat16)
+        for i, n in enumerate((rows, keys, keys, rows))
+    )
+    # The rows see the last keys only, so that a short call sees the same.
+    bounds = {"key_value_seq_lengths": None, "row_bounds": None}
+    if long == "keys":
+        lower = jnp.full((1, rows), keys - last, np.int32)
+        bounds["row_bounds"] = (lower, jnp.full((1, rows), keys, np.int32))
+
+    def results(q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array, **arguments: Any) -> Any:
+        call = lambda q, k, v: attention(q, k, v, **arguments, implementation="cuda")  # noqa: E731
+        out, pull = jax.vjp(call, q, k, v)
+        return out, *pull(do)
+
+    out, dq, dk, dv = jax.jit(results)(query, key, value, dout, **bounds)
+    if long == "queries":
+        cut = lambda x: x[:, -last:]  # noqa: E731
+        want = results(cut(query), key, value, cut(dout))
+        got = cut(out), cut(dq)
+        assert bool(jnp.isfinite(dk).all()) and bool(jnp.isfinite(dv).all())
+        want = want[:2]
+    else:
+        cut = lambda x: x[:, -last:]  # noqa: E731
+        want = results(query, cut(key), cut(value), dout)
+        got = out, dq, cut(dk), cut(dv)
+        assert not bool(jnp.any(dk[:, :-last]))
+        assert not bool(jnp.any(dv[:, :-last]))
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
