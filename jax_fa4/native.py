@@ -8,9 +8,11 @@ import functools
 import threading
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxlib.version
 import numpy as np
 
 _registration_lock = threading.Lock()
@@ -77,8 +79,18 @@ def register() -> None:
         extension.set_kernel_directory(str(Path(extension.__file__).parent / "kernels"))
         for platform, targets in extension.registrations().items():
             for name, handler in targets.items():
-                jax.ffi.register_ffi_target(name, handler, platform=platform)
+                _register(name, handler, platform)
         _registered = True
+
+
+def _register(name: str, handler: Any, platform: str) -> None:
+    try:
+        jax.ffi.register_ffi_target(name, handler, platform=platform)
+    except jax.errors.JaxRuntimeError as error:
+        raise ImportError(
+            f"jaxlib {jaxlib.version.__version__} refuses the handlers of the extension jax_fa4._native, which was compiled "
+            f"with another jaxlib's headers than `pip install .` takes: {error}"
+        ) from error
 
 
 @jax.jit

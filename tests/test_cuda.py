@@ -183,6 +183,7 @@ def test_more_elements_than_int32_counts(long: str) -> None:
     # The rows see the last keys only, so that a short call sees the same.
     bounds = {"key_value_seq_lengths": None, "row_bounds": None}
     if long == "keys":
+        # The rows see the last keys only, so that a short call sees the same.
         lower = jnp.full((1, rows), keys - last, np.int32)
         bounds["row_bounds"] = (lower, jnp.full((1, rows), keys, np.int32))
 
@@ -196,7 +197,8 @@ def test_more_elements_than_int32_counts(long: str) -> None:
         cut = lambda x: x[:, -last:]  # noqa: E731
         want = results(cut(query), key, value, cut(dout))
         got = cut(out), cut(dq)
-        assert bool(jnp.isfinite(dk).all()) and bool(jnp.isfinite(dv).all())
+        assert bool(jnp.isfinite(dk).all())
+        assert bool(jnp.isfinite(dv).all())
         want = want[:2]
     else:
         cut = lambda x: x[:, -last:]  # noqa: E731
