@@ -279,12 +279,10 @@ void StreamContext::Execute(const Plan& plan, std::span<void* const> buffers) {
           Encode(one.map, static_cast<std::byte*>(buffers[one.buffer]) + one.offset);
       std::memcpy(parameters.data() + one.at, &map, sizeof(map));
     }
-    size_t parameter_bytes = parameters.size();
-    void* extra[] = {CU_LAUNCH_PARAM_BUFFER_POINTER,
-                     parameters.data(),
-                     CU_LAUNCH_PARAM_BUFFER_SIZE,
-                     &parameter_bytes,
-                     CU_LAUNCH_PARAM_END};
+    // As one parameter, which the driver puts where the kernel has it. (As a whole parameter space
+    // it would lie at its start, and a kernel with tensor maps has its parameter at a multiple
+    // of 64.)
+    void* arguments[] = {parameters.data()};
     CUlaunchAttribute cluster = {};
     cluster.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
     cluster.value.clusterDim.x = launch.cluster[0];
@@ -302,7 +300,7 @@ void StreamContext::Execute(const Plan& plan, std::span<void* const> buffers) {
     config.attrs = &cluster;
     // GPUs before sm_90 know no clusters, not even of one CTA.
     config.numAttrs = launch.cluster == std::array<uint32_t, 3>{1, 1, 1} ? 0 : 1;
-    const CUresult result = driver.cuLaunchKernelEx(&config, function, nullptr, extra);
+    const CUresult result = driver.cuLaunchKernelEx(&config, function, arguments, nullptr);
     if (result != CUDA_SUCCESS) {
       Check(result,
             "launching " + launch.kernel + " of " + launch.module + " with grid " +

@@ -53,7 +53,7 @@ struct Launch {
   std::array<uint32_t, 3> cluster = {1, 1, 1};
   std::array<uint32_t, 3> block = {1, 1, 1};
   uint32_t dynamic_shared_bytes = 0;
-  std::vector<std::byte> parameters;  // with zeros where addresses and tensor maps go
+  std::vector<std::byte> parameters;  // the entry's one parameter, with zeros where these go:
   std::vector<Address> addresses;
   std::vector<TensorMapParameter> tensor_maps;
 };
