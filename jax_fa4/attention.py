@@ -163,23 +163,48 @@ def why_not(
     Raises:
       TypeError: `attention` has no argument of that name.
     """
-    bound = inspect.signature(attention).bind(query, key, value, implementation=implementation, **arguments)
+    try:
+        passes(implementation, query, key, value, device=device, **arguments)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        if isinstance(error, _BadSignature):
+            raise
+        return str(error)
+    return None
+
+
+class _BadSignature(TypeError):
+    """An argument that `attention` does not have."""
+
+
+def passes(
+    implementation: str | None,
+    query: ArrayLike | jax.ShapeDtypeStruct,
+    key: ArrayLike | jax.ShapeDtypeStruct,
+    value: ArrayLike | jax.ShapeDtypeStruct,
+    *,
+    device: jax.Device | None = None,
+    **arguments: Any,
+) -> tuple[str, str]:
+    """The names of the implementations that would run a call forward and backward; arguments as in `why_not`."""
+    try:
+        bound = inspect.signature(attention).bind(query, key, value, implementation=implementation, **arguments)
+    except TypeError as error:
+        raise _BadSignature(*error.args) from error
     bound.apply_defaults()
     structs: dict[str, Any] = {}
     rest: dict[str, Any] = {}
     for name, x in bound.arguments.items():
         parts = x if isinstance(x, tuple | list) else [x]
         (structs if any(isinstance(part, jax.ShapeDtypeStruct) for part in parts) else rest)[name] = x
+    modules: list[Any] = []
 
     def choose(structs: dict[str, Any]) -> None:
         call, arrays = _check(**structs, **rest)
-        dispatch.choose(call.implementation, *_pose(call, arrays), device or dispatch.default_device())
+        modules[:] = dispatch.passes(call.implementation, *_pose(call, arrays), device or dispatch.default_device())
 
-    try:
-        jax.eval_shape(choose, structs)
-    except (ValueError, TypeError, NotImplementedError) as error:
-        return str(error)
-    return None
+    jax.eval_shape(choose, structs)
+    forward, backward = (next(name for name, one in dispatch.NAMES.items() if one is module) for module in modules)
+    return forward, backward
 
 
 @dataclasses.dataclass(frozen=True)

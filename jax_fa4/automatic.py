@@ -1,27 +1,94 @@
-"""The automatic choice where it depends on the platform: the CUDA kernels on NVIDIA GPUs, `tiled` elsewhere.
+"""The automatic choice between `cuda` and `tiled`, for each pass the one that is faster.
 
-A program may be lowered for a platform that is not the one it is traced on, so the choice is made in the lowering.
+A program may be lowered for a platform that is not the one it is traced on, so where the kernels are preferred, the
+lowering decides: they run on NVIDIA GPUs, and `tiled` elsewhere.
+
+The plain kernels multiply on the FMA units, `tiled` on tensor cores; but `tiled` goes through memory with every logit,
+in large blocks whose hidden part is lost time, and each of its steps is a dozen launches. So the kernels are faster
+for short calls and narrow windows, and `tiled` for long rows. The estimates below rest on what an H200 took for the
+calls of benchmarks/attention.py.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from types import ModuleType
 from typing import Any
 
+import jax
+import numpy as np
 from jax import Array, lax
 
 from jax_fa4 import cuda, tiled
 from jax_fa4 import problem as spec
 
 
+@dataclasses.dataclass(frozen=True)
+class _Speed:
+    """Of one pass, in the units of an H200's second.
+
+    Attributes:
+      products: matrix products of the algorithm (the kernels of the backward repeat two of them).
+      flops: of the kernels, by the width that they are compiled for.
+      launch: of the kernels.
+      step: of `tiled`, whatever the step's size.
+      logits: of `tiled` in a second, whatever the head's width.
+    """
+
+    products: int
+    flops: dict[int, float]
+    launch: float
+    step: float
+    logits: float
+
+
+_FORWARD = _Speed(2, {64: 29e12, 128: 31e12, 256: 19e12}, 10e-6, 80e-6, 1.5e11)
+_BACKWARD = _Speed(5, {64: 18e12, 128: 17e12, 256: 11e12}, 20e-6, 200e-6, 8.5e10)
+_TILE = 64  # keys that the kernels take at a time
+
+
 def forward(problem: spec.Problem, operands: spec.Operands) -> tuple[Array, Array, Array]:
     """As every implementation's `forward`."""
-    return lax.platform_dependent(
-        operands, cuda=functools.partial(cuda.forward, problem), default=functools.partial(tiled.forward, problem)
-    )
+    by_tiled = functools.partial(tiled.forward, problem)
+    if not _kernels_are_faster(_FORWARD, problem, operands):
+        return by_tiled(operands)
+    return lax.platform_dependent(operands, cuda=functools.partial(cuda.forward, problem), default=by_tiled)
 
 
-def backward(problem: spec.Problem, *arrays: Any, with_bias: bool) -> spec.Gradients:
+def backward(problem: spec.Problem, operands: spec.Operands, *results: Any, with_bias: bool) -> spec.Gradients:
     """As every implementation's `backward`."""
     by_cuda, by_tiled = (functools.partial(module.backward, problem, with_bias=with_bias) for module in (cuda, tiled))
-    return lax.platform_dependent(*arrays, cuda=by_cuda, default=by_tiled)
+    if not _kernels_are_faster(_BACKWARD, problem, operands):
+        return by_tiled(operands, *results)
+    return lax.platform_dependent(operands, *results, cuda=by_cuda, default=by_tiled)
+
+
+def on_gpus(problem: spec.Problem, operands: spec.Operands) -> tuple[ModuleType, ModuleType]:
+    """What `forward` and `backward` run on NVIDIA GPUs."""
+    forward, backward = (
+        cuda if _kernels_are_faster(speed, problem, operands) else tiled for speed in (_FORWARD, _BACKWARD)
+    )
+    return forward, backward
+
+
+def why_not(problem: spec.Problem, operands: spec.Operands, device: jax.Device | None) -> str | None:
+    """Why this is no choice: `cuda` cannot do it."""
+    return cuda.why_not(problem, operands, device)
+
+
+def _kernels_are_faster(speed: _Speed, problem: spec.Problem, operands: spec.Operands) -> bool:
+    (_, rows, heads, width), keys = operands.query.shape, operands.key.shape[1]
+    value_width = operands.value.shape[3]
+    if 0 in (operands.batch, rows, heads, keys):
+        return False  # nothing runs
+    low, high = problem.band if operands.lower is None else (None, None)
+    row = np.arange(rows)
+    lower = 0 if low is None else np.clip(row + low, 0, keys)
+    upper = keys if high is None else np.clip(row + high, 0, keys)
+    seen = np.minimum(np.maximum(upper - lower, 0) + _TILE, keys)
+    pairs = operands.batch * heads * float(np.broadcast_to(seen, rows).sum())
+    flops = speed.flops[min(x for x in speed.flops if x >= max(width, value_width))]
+    by_cuda = speed.launch + pairs * speed.products * (width + value_width) / flops
+    steps, logits = tiled.work_on_accelerators(problem, operands)
+    return by_cuda < steps * speed.step + logits / speed.logits

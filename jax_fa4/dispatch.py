@@ -11,22 +11,28 @@ from jax_fa4 import problem as spec
 from jax_fa4.emulated import implementation as emulated
 
 # In the order of preference of `implementation=None`; the others are only run when named.
-_AUTOMATIC: dict[str, ModuleType] = {"cuda": cuda, "tiled": tiled}
-_BY_NAME: dict[str, ModuleType] = {**_AUTOMATIC, "xla": tiled, "emulated": emulated, "reference": reference}
+_AUTOMATIC: tuple[ModuleType, ...] = (automatic, tiled)
+NAMES: dict[str, ModuleType] = {
+    "cuda": cuda,
+    "tiled": tiled,
+    "xla": tiled,  # jax.nn's name for what runs everywhere
+    "emulated": emulated,
+    "reference": reference,
+}
 
 
 def find(name: str | None) -> list[ModuleType]:
     """The implementations that `implementation=name` allows, best first; raises ValueError for an unknown name."""
     if name is None:
-        return list(_AUTOMATIC.values())
+        return list(_AUTOMATIC)
     if isinstance(name, str) and name == "cudnn":
         raise ValueError(
             "implementation='cudnn' is jax.nn's: call jax.nn.dot_product_attention for it, "
             f"or choose one of {_allowed()}."
         )
-    if not isinstance(name, str) or name not in _BY_NAME:
+    if not isinstance(name, str) or name not in NAMES:
         raise ValueError(f"implementation must be one of {_allowed()}, but got {name!r}.")
-    return [_BY_NAME[name]]
+    return [NAMES[name]]
 
 
 def choose(
@@ -36,16 +42,24 @@ def choose(
 
     Without a device the choice is made for whatever the call is lowered for; the GPU at hand stands for all GPUs.
     """
-    if late := name is None and device is None:
+    if name is None and device is None:
         here = default_device()
         device = here if here.platform == "gpu" else None
     reasons = []
     for implementation in find(name):
         reason = implementation.why_not(problem, operands, device)
         if reason is None:
-            return automatic if late and implementation is cuda else implementation
+            return implementation
         reasons.append(reason)
     raise NotImplementedError(" ".join(reasons))
+
+
+def passes(
+    name: str | None, problem: spec.Problem, operands: spec.Operands, device: jax.Device
+) -> tuple[ModuleType, ModuleType]:
+    """What runs forward and backward on a device; raises as `choose`."""
+    chosen = choose(name, problem, operands, device)
+    return automatic.on_gpus(problem, operands) if chosen is automatic else (chosen, chosen)
 
 
 def default_device() -> jax.Device:
@@ -55,4 +69,4 @@ def default_device() -> jax.Device:
 
 
 def _allowed() -> str:
-    return ", ".join(["None", *map(repr, _BY_NAME)])
+    return ", ".join(["None", *map(repr, NAMES)])

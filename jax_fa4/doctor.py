@@ -21,6 +21,7 @@ import numpy as np
 from jax import Array, lax
 
 from jax_fa4 import attention, dispatch, native, why_not
+from jax_fa4.attention import passes
 
 Results = dict[str, np.ndarray]
 """`out`, `lse`, and the gradients of query, key, value and sinks under those names."""
@@ -187,10 +188,13 @@ def _print_choices() -> Iterator[str]:
     for name, shape, arguments in _MODELS:
         operands = _shapes(shape, "bfloat16")
         whys = {one: why_not(one, *operands, **arguments) for one in _names()}
-        chosen = next((one for one in _automatic() if whys[one] is None), None)
-        print(f"  {name:28} {chosen or 'nothing'}")
-        if chosen is None:
-            yield f"Nothing can run {name}: {why_not(None, *operands, **arguments)}"
+        try:
+            forward, backward = passes(None, *operands, **arguments)
+        except NotImplementedError as error:
+            print(f"  {name:28} nothing")
+            yield f"Nothing can run {name}: {error}"
+        else:
+            print(f"  {name:28} {forward if forward == backward else f'{forward}, backward {backward}'}")
         for one, why in whys.items():
             if why is not None:
                 reasons.setdefault(f"{one}: {why}", []).append(name)
@@ -200,17 +204,11 @@ def _print_choices() -> Iterator[str]:
         print(textwrap.fill(text, 118, initial_indent="    ", subsequent_indent="      "))
 
 
-def _automatic() -> list[str]:
-    """Names of the implementations that implementation=None chooses from, best first."""
-    modules = dispatch.find(None)
-    return [next(name for name in _names() if dispatch.find(name) == [module]) for module in modules]
-
-
 def _names() -> list[str]:
     """Every implementation, by one name each."""
     names: dict[Any, str] = {}
-    for name in dispatch._BY_NAME:
-        names.setdefault(dispatch.find(name)[0], name)
+    for name, module in dispatch.NAMES.items():
+        names.setdefault(module, name)
     return list(names.values())
 
 
@@ -239,10 +237,9 @@ def _print_checks() -> Iterator[str]:
 
 
 def _to_run(check: Check) -> list[str]:
-    """What would run the check by itself, and the kernels for this device even where something else is preferred."""
+    """Whatever `implementation=None` chooses from."""
     operands = _shapes(check.shape, check.dtype)
-    able = [one for one in _automatic() if why_not(one, *operands, **check.arguments) is None]
-    return [one for one in able if one in (able[0], "cuda")]
+    return [one for one in ("cuda", "tiled") if why_not(one, *operands, **check.arguments) is None]
 
 
 def _print_check(check: Check, implementations: list[str]) -> Iterator[str]:

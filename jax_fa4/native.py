@@ -88,8 +88,8 @@ def _register(name: str, handler: Any, platform: str) -> None:
         jax.ffi.register_ffi_target(name, handler, platform=platform)
     except jax.errors.JaxRuntimeError as error:
         raise ImportError(
-            f"jaxlib {jaxlib.version.__version__} refuses the handlers of the extension jax_fa4._native, which was compiled "
-            f"with another jaxlib's headers than `pip install .` takes: {error}"
+            f"jaxlib {jaxlib.version.__version__} refuses the handlers of the extension jax_fa4._native, which was "
+            f"compiled with another jaxlib's headers than `pip install .` takes: {error}"
         ) from error
 
 

@@ -75,6 +75,20 @@ def backward(
     return _on_platform(functools.partial(_backward, problem, with_bias), operands, out, lse, lse_rounding, dout, dlse)
 
 
+def work_on_accelerators(problem: spec.Problem, operands: spec.Operands) -> tuple[int, int]:
+    """How many steps the loops of a pass take, and how many logits they compute; at most, where bounds are arrays."""
+    tiling = _Tiling.of(_ACCELERATOR, problem, operands, operands.batch)
+    first = np.arange(tiling.row_blocks) * tiling.block_rows
+    last = np.minimum(first + tiling.block_rows, tiling.rows)
+    low, high = problem.band if operands.lower is None else (None, None)
+    lower = np.zeros_like(first) if low is None else np.clip(first + low, 0, tiling.keys)
+    upper = np.full_like(first, tiling.keys) if high is None else np.clip(last - 1 + high, 0, tiling.keys)
+    visited = np.maximum(_ceil_div(upper, tiling.block_keys) - lower // tiling.block_keys, 0)
+    steps = tiling.chunks * int(visited.sum())
+    in_step = tiling.chunk_batch * tiling.chunk_heads * tiling.group * tiling.block_rows * tiling.block_keys
+    return steps, steps * in_step
+
+
 def _on_platform(function: Callable[..., Any], *arguments: Any) -> Any:
     """Calls `function(steps, ...)` with the steps for the platform that is lowered for."""
     return lax.platform_dependent(

@@ -37,7 +37,7 @@ def main(tools: list[str]) -> int:
     failed = []
     for tool in tools:
         # Initcheck has to see XLA's kernels too, which write what ours read.
-        ours = [] if tool == "initcheck" else ["--kernel-regex", "kns=ward_"]
+        ours = [] if tool == "initcheck" else ["--kernel-name", "kernel_substring=ward_"]
         command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1", *ours]
         result = subprocess.run([*command, sys.executable, "-P", __file__, "--calls"], env=environment, check=False)
         print(f"{tool}: {'reports' if result.returncode else 'nothing to report'}", flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from suite import AttentionSuite
 
 from jax_fa4 import attention, native, why_not
+from jax_fa4.attention import passes
 
 
 @pytest.mark.gpu
@@ -80,6 +82,30 @@ class FakeGpu:
 
 
 @pytest.mark.parametrize(
+    ("sizes", "arguments", "expected"),
+    [
+        ((1, 100, 8, 8, 64), {}, ("cuda", "cuda")),
+        ((8, 1024, 64, 8, 64), {"local_window_size": (127, 0)}, ("cuda", "cuda")),  # gpt-oss
+        ((1, 8192, 64, 8, 64), {"local_window_size": (127, 0)}, ("cuda", "cuda")),
+        ((8, 2048, 32, 16, 128), {"local_window_size": (1023, 0)}, ("cuda", "tiled")),  # Gemma-3
+        ((4, 4096, 32, 32, 64), {"is_causal": True}, ("cuda", "tiled")),
+        ((4, 4096, 16, 16, 128), {}, ("tiled", "tiled")),
+        ((1, 8192, 32, 8, 128), {"is_causal": True}, ("tiled", "tiled")),  # Llama-3
+        ((1, 8192, 16, 8, 256), {"is_causal": True, "softcap": 50.0}, ("tiled", "tiled")),  # Gemma-2
+        ((1, 100, 8, 8, 264), {}, ("tiled", "tiled")),  # no kernel
+    ],
+)
+def test_automatic_choice_takes_what_an_h200_was_faster_with(
+    sizes: tuple[int, ...], arguments: dict[str, Any], expected: tuple[str, str]
+) -> None:
+    batch, length, heads, kv_heads, width = sizes
+    query = jax.ShapeDtypeStruct((batch, length, heads, width), jnp.bfloat16)
+    key = jax.ShapeDtypeStruct((batch, length, kv_heads, width), jnp.bfloat16)
+    assert passes(None, query, key, key, device=FakeGpu("9.0", "NVIDIA H200"), **arguments) == expected
+    assert passes(None, query, key, key, device=jax.devices("cpu")[0], **arguments) == ("tiled", "tiled")
+
+
+@pytest.mark.parametrize(
     ("device", "reason"),
     [
         (FakeGpu("8.0", "NVIDIA A100"), None),
@@ -110,34 +136,42 @@ def run_program(text: str, **environment: str) -> str:
 
 CAPTURE = """
     import jax, jax.numpy as jnp, numpy as np
-    from jax_fa4 import attention
+    from jax_fa4 import attention, native
 
-    def results(implementation, q, k, v):
-        def loss(q, k, v):
-            out = attention(q, k, v, is_causal=True, implementation=implementation)
+    def results(implementation, x):
+        def loss(x):
+            out = attention(x, x[:, :, :2], x[:, :, 2:], is_causal=True, implementation=implementation)
             return (out.astype(np.float32) ** 2).sum()
-        return jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
+        return x + 0.01 * jax.grad(loss)(x)
 
-    draw = lambda i: [jax.random.normal(jax.random.key(3 * i + j), (2, 200, 4, 64)) for j in range(3)]
-    call = jax.jit(lambda *x: results("cuda", *x)).lower(*draw(0)).compile()
-    text = call.as_text()
-    body = text[text.index("command_buffer") :]
-    assert "jax_fa4_forward_v1" in body and "jax_fa4_backward_v1" in body, text
-    found = [jax.block_until_ready(call(*draw(i))) for i in range(6)]  # the first captures, the others replay
-    for i, one in enumerate(found):
-        want = jax.jit(lambda *x: results("reference", *x))(*draw(i))
-        for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(want), strict=True):
-            np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-3)
-    print("captured")
+    # The result takes the place of the argument, so that the addresses of a call are those of the call before.
+    call = jax.jit(lambda x: results("cuda", x), donate_argnums=0)
+    check = jax.jit(lambda x: results("reference", x))
+    draw = jax.random.normal(jax.random.key(0), (2, 200, 4, 64))
+    got, want, executed = jnp.copy(draw), draw, []
+    for _ in range(12):
+        got, want = jax.block_until_ready(call(got)), check(want)
+        executed.append(native.extension().plans_executed())
+        np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
+    print(executed)
 """
 
 
 @pytest.mark.gpu
 def test_captured_in_a_cuda_graph() -> None:
-    """Both calls are in a command buffer of XLA, also with no run before the capture."""
-    flags = "--xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL --xla_gpu_graph_min_graph_size=1"
-    out = run_program(CAPTURE, XLA_FLAGS=flags, JAX_DEFAULT_MATMUL_PRECISION="highest")
-    assert out.strip() == "captured"
+    """XLA captures both calls, with no run before, and replays them: results change, and no plan is executed."""
+    captured, plain = (
+        ast.literal_eval(
+            run_program(
+                CAPTURE,
+                XLA_FLAGS=f"--xla_gpu_enable_command_buffer={kinds} --xla_gpu_graph_min_graph_size=1",
+                JAX_DEFAULT_MATMUL_PRECISION="highest",
+            )
+        )
+        for kinds in ("FUSION,CUSTOM_CALL", "")
+    )
+    assert plain == [2 * (i + 1) for i in range(12)]
+    assert captured[-1] == captured[3], captured
 
 
 @pytest.mark.gpu

@@ -187,6 +187,10 @@ void AddHostBindings(nb::module_& m) {
       .def_ro("dynamic_shared_bytes", &EmulatedLaunch::dynamic_shared_bytes)
       .def_ro("instructions", &EmulatedLaunch::instructions)
       .def_ro("reports", &EmulatedLaunch::reports);
+  m.def("plans_executed",
+        &PlansExecuted,
+        "How many plans the driver has executed in this process; replays of captured ones do not "
+        "count.");
   m.def("next_emulated_launch",
         &NextEmulatedLaunch,
         "The id that the next emulated launch will get.");

@@ -3,6 +3,7 @@
 #include <cuda.h>
 #include <dlfcn.h>
 
+#include <atomic>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -265,8 +266,15 @@ void StreamContext::Load(const Plan& plan) {
   for (const Launch& launch : plan.launches) kernels_->Find(launch);
 }
 
+namespace {
+std::atomic<uint64_t> plans_executed = 0;
+}  // namespace
+
+uint64_t PlansExecuted() { return plans_executed; }
+
 void StreamContext::Execute(const Plan& plan, std::span<void* const> buffers) {
   const Driver& driver = GetDriver();
+  ++plans_executed;
   for (const Launch& launch : plan.launches) {
     CUfunction function = kernels_->Find(launch);
     std::vector<std::byte> parameters = launch.parameters;

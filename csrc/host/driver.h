@@ -41,6 +41,10 @@ class StreamContext {
   static Kernels& KernelsOf(CUcontext context);
 };
 
+// How many plans this process has had executed. A captured plan is counted when it is captured, and
+// not when it is replayed.
+uint64_t PlansExecuted();
+
 struct GpuInfo {
   std::string name;
   Device device;
