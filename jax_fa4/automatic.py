@@ -45,7 +45,7 @@ class _Speed:
 
 _FORWARD = _Speed(2, {64: 29e12, 128: 31e12, 256: 19e12}, 10e-6, 80e-6, 1.5e11)
 _BACKWARD = _Speed(5, {64: 18e12, 128: 17e12, 256: 11e12}, 20e-6, 200e-6, 8.5e10)
-_TILE = 64  # keys that the kernels take at a time
+_TILE = 64  # rows and keys that the kernels take at a time
 
 
 def forward(problem: spec.Problem, operands: spec.Operands) -> tuple[Array, Array, Array]:
@@ -87,7 +87,8 @@ def _kernels_are_faster(speed: _Speed, problem: spec.Problem, operands: spec.Ope
     lower = 0 if low is None else np.clip(row + low, 0, keys)
     upper = keys if high is None else np.clip(row + high, 0, keys)
     seen = np.minimum(np.maximum(upper - lower, 0) + _TILE, keys)
-    pairs = operands.batch * heads * float(np.broadcast_to(seen, rows).sum())
+    rows_computed = -(-rows // _TILE) * _TILE
+    pairs = operands.batch * heads * rows_computed * float(np.mean(seen))
     flops = speed.flops[min(x for x in speed.flops if x >= max(width, value_width))]
     by_cuda = speed.launch + pairs * speed.products * (width + value_width) / flops
     steps, logits = tiled.work_on_accelerators(problem, operands)

@@ -93,14 +93,16 @@ class FakeGpu:
         ((1, 8192, 32, 8, 128), {"is_causal": True}, ("tiled", "tiled")),  # Llama-3
         ((1, 8192, 16, 8, 256), {"is_causal": True, "softcap": 50.0}, ("tiled", "tiled")),  # Gemma-2
         ((1, 100, 8, 8, 264), {}, ("tiled", "tiled")),  # no kernel
+        ((16, (1, 8192), 64, 8, 128), {}, ("tiled", "tiled")),  # decoding: the kernels take 64 rows at least
     ],
 )
 def test_automatic_choice_takes_what_an_h200_was_faster_with(
-    sizes: tuple[int, ...], arguments: dict[str, Any], expected: tuple[str, str]
+    sizes: tuple[Any, ...], arguments: dict[str, Any], expected: tuple[str, str]
 ) -> None:
-    batch, length, heads, kv_heads, width = sizes
-    query = jax.ShapeDtypeStruct((batch, length, heads, width), jnp.bfloat16)
-    key = jax.ShapeDtypeStruct((batch, length, kv_heads, width), jnp.bfloat16)
+    batch, lengths, heads, kv_heads, width = sizes
+    rows, keys = lengths if isinstance(lengths, tuple) else (lengths, lengths)
+    query = jax.ShapeDtypeStruct((batch, rows, heads, width), jnp.bfloat16)
+    key = jax.ShapeDtypeStruct((batch, keys, kv_heads, width), jnp.bfloat16)
     assert passes(None, query, key, key, device=FakeGpu("9.0", "NVIDIA H200"), **arguments) == expected
     assert passes(None, query, key, key, device=jax.devices("cpu")[0], **arguments) == ("tiled", "tiled")
 
