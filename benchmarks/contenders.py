@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import logging
 import math
 from collections.abc import Callable, Mapping
 from types import ModuleType
@@ -185,6 +186,7 @@ def _tokamax(call: Call) -> Attention:
     """OpenXLA's tokamax: its kernels in Mosaic GPU."""
     _require_gpu()
     call.require(*_JAX_NN, "softcap")
+    logging.getLogger("absl").setLevel(logging.ERROR)  # a warning a call: tokamax has no tuning results for it
     module = _module("tokamax")
     options = {("logits_soft_cap" if name == "softcap" else name): x for name, x in call.options.items()}
     return lambda q, k, v, arrays: module.dot_product_attention(
