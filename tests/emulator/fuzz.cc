@@ -1111,7 +1111,10 @@ int Main(int argc, char** argv) {
 }  // namespace jax_fa4::emulator
 
 // Read by the sanitizers.
-extern "C" const char* __asan_default_options() { return "abort_on_error=1"; }
+// What is freed goes back to the system soon, so that the memory of inputs does not add up.
+extern "C" const char* __asan_default_options() {
+  return "abort_on_error=1:quarantine_size_mb=64:allocator_release_to_os_interval_ms=0";
+}
 extern "C" const char* __ubsan_default_options() { return "abort_on_error=1:print_stacktrace=1"; }
 
 int main(int argc, char** argv) { return jax_fa4::emulator::Main(argc, argv); }
