@@ -61,9 +61,25 @@ def unsupported(name: str, operands: spec.Operands) -> str | None:
     return native.why_not()
 
 
-def forward(problem: spec.Problem, operands: spec.Operands) -> tuple[Array, Array, Array]:
+Place = Callable[[Callable[..., Any], Any], Any]
+"""Calls a function of arrays on the one platform that it is for, and refuses to be lowered for another."""
+
+
+def _on_gpu(call: Callable[..., Any], arrays: Any) -> Any:
+    return lax.platform_dependent(*arrays, cuda=call, default=refusal(call, _PLATFORM))
+
+
+def in_cuda_branch(call: Callable[..., Any], arrays: Any) -> Any:
+    """For a caller that stands in the `cuda` branch of a `lax.platform_dependent` already.
+
+    A second one in there would be lowered for all platforms of a program for several, and refuse the others.
+    """
+    return call(*arrays)
+
+
+def forward(problem: spec.Problem, operands: spec.Operands, *, place: Place = _on_gpu) -> tuple[Array, Array, Array]:
     """Attention of `operands`, sorted already: out (B, T, N, Dv) in query's dtype, lse and its rounding (B, T, N)."""
-    return call_forward("jax_fa4_forward_v1", {}, _on_gpu, problem, operands)
+    return call_forward("jax_fa4_forward_v1", {}, place, problem, operands)
 
 
 def backward(
@@ -76,14 +92,11 @@ def backward(
     dlse: Array | None,
     *,
     with_bias: bool,
+    place: Place = _on_gpu,
 ) -> spec.Gradients:
     """Gradients of `forward` from its results and their cotangents."""
     del with_bias  # there is none
-    return call_backward("jax_fa4_backward_v1", {}, _on_gpu, problem, operands, out, lse, lse_rounding, dout, dlse)
-
-
-Place = Callable[[Callable[..., Any], Any], Any]
-"""Calls a function of arrays on the one platform that it is for, and refuses to be lowered for another."""
+    return call_backward("jax_fa4_backward_v1", {}, place, problem, operands, out, lse, lse_rounding, dout, dlse)
 
 
 def call_forward(
@@ -151,10 +164,6 @@ def _ffi_call(target: str, results: tuple[jax.ShapeDtypeStruct, ...], attributes
     native.register()
     call = jax.ffi.ffi_call(target, results)
     return functools.partial(call, **attributes)
-
-
-def _on_gpu(call: Callable[..., Any], arrays: Any) -> Any:
-    return lax.platform_dependent(*arrays, cuda=call, default=refusal(call, _PLATFORM))
 
 
 def refusal(call: Callable[..., Any], sentence: str) -> Callable[..., Any]:
