@@ -26,6 +26,9 @@ from jax_fa4 import problem as spec
 _DTYPES = ("float16", "bfloat16", "float32")
 _MOST_WIDTH = 256
 _OLDEST = (8, 0)
+KERNELS = ("sm80_forward", "sm80_backward")
+"""The kernel files without which nothing runs."""
+
 _PLATFORM = "implementation='cuda' needs an NVIDIA GPU, but this is for the platform '{platform}'."
 
 
@@ -37,9 +40,20 @@ def why_not(problem: spec.Problem, operands: spec.Operands, device: jax.Device |
         capability = str(getattr(device, "compute_capability", ""))
         if not capability.replace(".", "").isdigit():  # another maker's GPU
             return f"implementation='cuda' needs an NVIDIA GPU, but this is {device.device_kind}."
-        if tuple(map(int, capability.split("."))) < _OLDEST:
+        major, minor = map(int, capability.split("."))
+        if (major, minor) < _OLDEST:
             return f"implementation='cuda' needs a GPU of compute capability 8.0 or newer, but this has {capability}."
+        return unsupported("cuda", operands) or _missing_kernels(major, minor)
     return unsupported("cuda", operands)
+
+
+def _missing_kernels(major: int, minor: int) -> str | None:
+    try:
+        for kernels in KERNELS:
+            native.extension().kernel_file(kernels, major, minor)
+    except RuntimeError as error:
+        return f"implementation='cuda' needs what the package should hold: {error}"
+    return None
 
 
 def unsupported(name: str, operands: spec.Operands) -> str | None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -138,6 +139,20 @@ def test_automatic_choice_takes_what_an_h200_was_faster_with(
 def test_which_gpus(device: FakeGpu, reason: str | None) -> None:
     got = why_not("cuda", X, X, X, device=device)
     assert got is None if reason is None else reason in str(got)
+
+
+def test_without_kernels_gpus_run_tiled(tmp_path: Path) -> None:
+    gpu = FakeGpu("9.0", "NVIDIA H200")
+    assert passes(None, X, X, X, device=gpu) == ("cuda", "cuda")
+    extension = native.extension()
+    extension.set_kernel_directory(str(tmp_path))
+    try:
+        assert f"the kernels sm80_forward were not built: there are none in {tmp_path}" in str(
+            why_not("cuda", X, X, X, device=gpu)
+        )
+        assert passes(None, X, X, X, device=gpu) == ("tiled", "tiled")
+    finally:
+        extension.set_kernel_directory(str(Path(extension.__file__ or "").parent / "kernels"))
 
 
 def run_program(text: str, **environment: str) -> str:
