@@ -236,6 +236,8 @@ def _print_checks() -> Iterator[str]:
             yield from _print_check(_EMULATED_CHECK, ["emulated"])
         else:
             print(textwrap.fill(f"not emulated: {reason}", 118, initial_indent="  ", subsequent_indent="    "))
+            if native.why_not() is None and native.extension().emulator_runs_here():
+                yield f"Something of the package is missing: {reason}"
 
 
 def _to_run(check: Check) -> list[str]:

@@ -110,6 +110,18 @@ def test_a_missing_extension(capsys: Captured, monkeypatch: pytest.MonkeyPatch) 
     assert "1 problem, listed above." in printed
 
 
+@pytest.mark.parametrize("can_emulate", [True, False])
+def test_an_emulator_that_cannot_run(can_emulate: bool, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU may be too old for it, but nothing that is installed may be missing."""
+    monkeypatch.setattr(doctor, "_CHECKS", [])
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    monkeypatch.setattr(doctor, "why_not", lambda *a, **k: "The tables are missing.")
+    monkeypatch.setattr(native, "extension", lambda: SimpleNamespace(emulator_runs_here=lambda: can_emulate))
+    problems = list(doctor._print_checks())
+    assert "not emulated: The tables are missing." in capsys.readouterr().out
+    assert problems == (["Something of the package is missing: The tables are missing."] if can_emulate else [])
+
+
 def extension(**answers: Any) -> SimpleNamespace:
     """An extension on a machine with an H200, unless told otherwise."""
     gpu = {"name": "NVIDIA H200", "compute_capability": (9, 0), "memory_bytes": 2**37}
