@@ -117,11 +117,13 @@ def call_forward(
     target: str, attributes: Mapping[str, Any], place: Place, problem: spec.Problem, operands: spec.Operands
 ) -> tuple[Array, Array, Array]:
     """`forward` by the FFI handler `target`, with further attributes."""
-    batch, (rows, heads), value_width = operands.batch, operands.query.shape[1:3], operands.value.shape[3]
-    lse = jax.ShapeDtypeStruct((batch, rows, heads), np.float32)
-    out = jax.ShapeDtypeStruct((*lse.shape, value_width), spec.out_dtype(problem, operands))
+    value_width = operands.value.shape[3]
+    operands = _widened(operands)
+    lse = jax.ShapeDtypeStruct((operands.batch, *operands.query.shape[1:3]), np.float32)
+    out = jax.ShapeDtypeStruct((*lse.shape, operands.value.shape[3]), spec.out_dtype(problem, operands))
     call = _ffi_call(target, (out, lse, lse), {**_attributes(problem, operands), **attributes})
-    return place(call, _arrays(operands))
+    found, *rest = place(call, _arrays(operands))
+    return _narrowed(found, value_width), *rest
 
 
 def call_backward(
@@ -137,6 +139,8 @@ def call_backward(
     dlse: Array | None,
 ) -> spec.Gradients:
     """`backward` by the FFI handler `target`, with further attributes."""
+    widths = [x.shape[3] for x in operands[:3]]
+    operands, out, dout = _widened(operands), _at_least_one_wide(out), _at_least_one_wide(dout)
     query, key, value = operands[:3]
     batch, rows, heads = lse.shape
     results = [jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype) for x in (query, key, value)]
@@ -151,10 +155,23 @@ def call_backward(
     )
     rounding = jnp.zeros_like(lse) if lse_rounding is None else lse_rounding
     dlse = jnp.zeros(0, np.float32) if dlse is None else dlse.astype(np.float32)
-    dquery, dkey, dvalue, dscale, _ = place(
-        call, (*_arrays(operands), out, lse, rounding, dout.astype(out.dtype), dlse)
-    )
+    *found, dscale, _ = place(call, (*_arrays(operands), out, lse, rounding, dout.astype(out.dtype), dlse))
+    dquery, dkey, dvalue = map(_narrowed, found, widths)
     return spec.Gradients(dquery, dkey, dvalue, dscale.sum((1, 2)))
+
+
+def _at_least_one_wide(x: Array) -> Array:
+    """An array of heads for kernels, which take no empty arrays: to a width of 0, a column of zeros adds nothing."""
+    return x if x.shape[3] else jnp.zeros((*x.shape[:3], 1), x.dtype)
+
+
+def _widened(operands: spec.Operands) -> spec.Operands:
+    query, key, value = map(_at_least_one_wide, operands[:3])
+    return operands._replace(query=query, key=key, value=value)
+
+
+def _narrowed(x: Array, width: int) -> Array:
+    return x if width else x[..., :0]
 
 
 def _arrays(operands: spec.Operands) -> tuple[Array, ...]:

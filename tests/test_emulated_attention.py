@@ -45,6 +45,13 @@ def test_every_gpu(arch: emulated.implementation.Arch) -> None:
         assert all(not launch.reports for launch in run.launches)
 
 
+@pytest.mark.parametrize("widths", [(0, 4), (4, 0), (0, 0)])
+def test_width_of_0(widths: tuple[int, int]) -> None:
+    with emulated.options() as run:
+        TestEmulated().check_masks({"is_causal": True}, Sizes(2, 3, 5, 4, 2, *widths))
+        assert run.launches
+
+
 def test_same_bits_as_an_h200() -> None:
     want = np.load(attention_vectors.FILE)
     with emulated.options(arch="sm_90"):
