@@ -367,7 +367,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(kernel.name, target)
             return
         folder = options.output or installed_folder()
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BuildError(f"{folder} cannot be a folder for the kernels: {error}") from error
         for kernel, target in pairs:
             cubin, ptx, entries = build(kernel, target)
             stem = f"{kernel.name}.{target}"

@@ -53,14 +53,16 @@ def forward(problem: spec.Problem, operands: spec.Operands) -> tuple[Array, Arra
     by_tiled = functools.partial(tiled.forward, problem)
     if not _kernels_are_faster(_FORWARD, problem, operands):
         return by_tiled(operands)
-    return lax.platform_dependent(operands, cuda=functools.partial(cuda.forward, problem), default=by_tiled)
+    by_cuda = functools.partial(cuda.forward, problem, place=cuda.in_cuda_branch)
+    return lax.platform_dependent(operands, cuda=by_cuda, default=by_tiled)
 
 
 def backward(problem: spec.Problem, operands: spec.Operands, *results: Any, with_bias: bool) -> spec.Gradients:
     """As every implementation's `backward`."""
-    by_cuda, by_tiled = (functools.partial(module.backward, problem, with_bias=with_bias) for module in (cuda, tiled))
+    by_tiled = functools.partial(tiled.backward, problem, with_bias=with_bias)
     if not _kernels_are_faster(_BACKWARD, problem, operands):
         return by_tiled(operands, *results)
+    by_cuda = functools.partial(cuda.backward, problem, with_bias=with_bias, place=cuda.in_cuda_branch)
     return lax.platform_dependent(operands, *results, cuda=by_cuda, default=by_tiled)
 
 

@@ -26,6 +26,9 @@ from jax_fa4 import problem as spec
 _DTYPES = ("float16", "bfloat16", "float32")
 _MOST_WIDTH = 256
 _OLDEST = (8, 0)
+KERNELS = ("sm80_forward", "sm80_backward")
+"""The kernel files without which nothing runs."""
+
 _PLATFORM = "implementation='cuda' needs an NVIDIA GPU, but this is for the platform '{platform}'."
 
 
@@ -37,9 +40,20 @@ def why_not(problem: spec.Problem, operands: spec.Operands, device: jax.Device |
         capability = str(getattr(device, "compute_capability", ""))
         if not capability.replace(".", "").isdigit():  # another maker's GPU
             return f"implementation='cuda' needs an NVIDIA GPU, but this is {device.device_kind}."
-        if tuple(map(int, capability.split("."))) < _OLDEST:
+        major, minor = map(int, capability.split("."))
+        if (major, minor) < _OLDEST:
             return f"implementation='cuda' needs a GPU of compute capability 8.0 or newer, but this has {capability}."
+        return unsupported("cuda", operands) or _missing_kernels(major, minor)
     return unsupported("cuda", operands)
+
+
+def _missing_kernels(major: int, minor: int) -> str | None:
+    try:
+        for kernels in KERNELS:
+            native.extension().kernel_file(kernels, major, minor)
+    except RuntimeError as error:
+        return f"implementation='cuda' needs what the package should hold: {error}"
+    return None
 
 
 def unsupported(name: str, operands: spec.Operands) -> str | None:
@@ -61,9 +75,25 @@ def unsupported(name: str, operands: spec.Operands) -> str | None:
     return native.why_not()
 
 
-def forward(problem: spec.Problem, operands: spec.Operands) -> tuple[Array, Array, Array]:
+Place = Callable[[Callable[..., Any], Any], Any]
+"""Calls a function of arrays on the one platform that it is for, and refuses to be lowered for another."""
+
+
+def _on_gpu(call: Callable[..., Any], arrays: Any) -> Any:
+    return lax.platform_dependent(*arrays, cuda=call, default=refusal(call, _PLATFORM))
+
+
+def in_cuda_branch(call: Callable[..., Any], arrays: Any) -> Any:
+    """For a caller that stands in the `cuda` branch of a `lax.platform_dependent` already.
+
+    A second one in there would be lowered for all platforms of a program for several, and refuse the others.
+    """
+    return call(*arrays)
+
+
+def forward(problem: spec.Problem, operands: spec.Operands, *, place: Place = _on_gpu) -> tuple[Array, Array, Array]:
     """Attention of `operands`, sorted already: out (B, T, N, Dv) in query's dtype, lse and its rounding (B, T, N)."""
-    return call_forward("jax_fa4_forward_v1", {}, _on_gpu, problem, operands)
+    return call_forward("jax_fa4_forward_v1", {}, place, problem, operands)
 
 
 def backward(
@@ -76,25 +106,24 @@ def backward(
     dlse: Array | None,
     *,
     with_bias: bool,
+    place: Place = _on_gpu,
 ) -> spec.Gradients:
     """Gradients of `forward` from its results and their cotangents."""
     del with_bias  # there is none
-    return call_backward("jax_fa4_backward_v1", {}, _on_gpu, problem, operands, out, lse, lse_rounding, dout, dlse)
-
-
-Place = Callable[[Callable[..., Any], Any], Any]
-"""Calls a function of arrays on the one platform that it is for, and refuses to be lowered for another."""
+    return call_backward("jax_fa4_backward_v1", {}, place, problem, operands, out, lse, lse_rounding, dout, dlse)
 
 
 def call_forward(
     target: str, attributes: Mapping[str, Any], place: Place, problem: spec.Problem, operands: spec.Operands
 ) -> tuple[Array, Array, Array]:
     """`forward` by the FFI handler `target`, with further attributes."""
-    batch, (rows, heads), value_width = operands.batch, operands.query.shape[1:3], operands.value.shape[3]
-    lse = jax.ShapeDtypeStruct((batch, rows, heads), np.float32)
-    out = jax.ShapeDtypeStruct((*lse.shape, value_width), spec.out_dtype(problem, operands))
+    value_width = operands.value.shape[3]
+    operands = _widened(operands)
+    lse = jax.ShapeDtypeStruct((operands.batch, *operands.query.shape[1:3]), np.float32)
+    out = jax.ShapeDtypeStruct((*lse.shape, operands.value.shape[3]), spec.out_dtype(problem, operands))
     call = _ffi_call(target, (out, lse, lse), {**_attributes(problem, operands), **attributes})
-    return place(call, _arrays(operands))
+    found, *rest = place(call, _arrays(operands))
+    return _narrowed(found, value_width), *rest
 
 
 def call_backward(
@@ -110,6 +139,8 @@ def call_backward(
     dlse: Array | None,
 ) -> spec.Gradients:
     """`backward` by the FFI handler `target`, with further attributes."""
+    widths = [x.shape[3] for x in operands[:3]]
+    operands, out, dout = _widened(operands), _at_least_one_wide(out), _at_least_one_wide(dout)
     query, key, value = operands[:3]
     batch, rows, heads = lse.shape
     results = [jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype) for x in (query, key, value)]
@@ -124,10 +155,23 @@ def call_backward(
     )
     rounding = jnp.zeros_like(lse) if lse_rounding is None else lse_rounding
     dlse = jnp.zeros(0, np.float32) if dlse is None else dlse.astype(np.float32)
-    dquery, dkey, dvalue, dscale, _ = place(
-        call, (*_arrays(operands), out, lse, rounding, dout.astype(out.dtype), dlse)
-    )
+    *found, dscale, _ = place(call, (*_arrays(operands), out, lse, rounding, dout.astype(out.dtype), dlse))
+    dquery, dkey, dvalue = map(_narrowed, found, widths)
     return spec.Gradients(dquery, dkey, dvalue, dscale.sum((1, 2)))
+
+
+def _at_least_one_wide(x: Array) -> Array:
+    """An array of heads for kernels, which take no empty arrays: to a width of 0, a column of zeros adds nothing."""
+    return x if x.shape[3] else jnp.zeros((*x.shape[:3], 1), x.dtype)
+
+
+def _widened(operands: spec.Operands) -> spec.Operands:
+    query, key, value = map(_at_least_one_wide, operands[:3])
+    return operands._replace(query=query, key=key, value=value)
+
+
+def _narrowed(x: Array, width: int) -> Array:
+    return x if width else x[..., :0]
 
 
 def _arrays(operands: spec.Operands) -> tuple[Array, ...]:
@@ -151,10 +195,6 @@ def _ffi_call(target: str, results: tuple[jax.ShapeDtypeStruct, ...], attributes
     native.register()
     call = jax.ffi.ffi_call(target, results)
     return functools.partial(call, **attributes)
-
-
-def _on_gpu(call: Callable[..., Any], arrays: Any) -> Any:
-    return lax.platform_dependent(*arrays, cuda=call, default=refusal(call, _PLATFORM))
 
 
 def refusal(call: Callable[..., Any], sentence: str) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jax_fa4 import attention, dispatch, native, why_not
+from jax_fa4 import attention, cuda, dispatch, native, why_not
 from jax_fa4.attention import passes
 
 Results = dict[str, np.ndarray]
@@ -161,7 +161,9 @@ def _print_installation() -> Iterator[str]:
         print(f"{'' if i else 'kernels:':10} {kernel} for {', '.join(targets)}")
     if not builds:
         print("kernels:   none")
-        yield "This build holds no kernels: reinstall jax_fa4 from a wheel, or with `pip install .` in its source tree."
+    missing = " and ".join(kernels for kernels in cuda.KERNELS if kernels not in builds)
+    for fault in (*([f"the kernels {missing} are missing."] if missing else []), *extension.kernel_faults()):
+        yield f"Reinstall jax_fa4, from a wheel or with `pip install .` in its source tree: {fault}"
 
 
 def _pair(gpu: dict[str, Any]) -> tuple[int, int]:
@@ -234,6 +236,8 @@ def _print_checks() -> Iterator[str]:
             yield from _print_check(_EMULATED_CHECK, ["emulated"])
         else:
             print(textwrap.fill(f"not emulated: {reason}", 118, initial_indent="  ", subsequent_indent="    "))
+            if native.why_not() is None and native.extension().emulator_runs_here():
+                yield f"Something of the package is missing: {reason}"
 
 
 def _to_run(check: Check) -> list[str]:

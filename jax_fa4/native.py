@@ -33,13 +33,16 @@ def emulator() -> ModuleType:
 
     Raises:
         ImportError: as `register`.
-        RuntimeError: this CPU cannot run the emulator.
+        RuntimeError: this CPU cannot run the emulator, or the tables are missing or damaged.
     """
     module = extension()
     if not module.emulator_runs_here():
         raise RuntimeError("The emulator needs a CPU with AVX2 and FMA instructions, which this one does not have.")
     tables = Path(module.__file__ or "").parent / "emulator_tables"
-    module.emulator_load_tables((tables / "ex2.gz").read_bytes(), (tables / "rcp.gz").read_bytes())
+    try:
+        module.emulator_load_tables((tables / "ex2.gz").read_bytes(), (tables / "rcp.gz").read_bytes())
+    except (OSError, ValueError) as error:
+        raise RuntimeError(f"The emulator's tables in {tables} cannot be used: {error}") from error
     return module
 
 

@@ -8,9 +8,11 @@ import subprocess
 import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -30,11 +32,11 @@ class TestCuda(AttentionSuite):
 X = jax.ShapeDtypeStruct((2, 5, 4, 8), jnp.bfloat16)
 
 
-def lowered(implementation: str | None, platform: str, x: jax.ShapeDtypeStruct = X) -> str:
+def lowered(implementation: str | None, *platforms: str, x: jax.ShapeDtypeStruct = X) -> str:
     def loss(x: jax.Array) -> jax.Array:
         return attention(x, x, x, is_causal=True, implementation=implementation).astype(np.float32).sum()
 
-    return jax.jit(jax.value_and_grad(loss)).trace(x).lower(lowering_platforms=(platform,)).as_text()
+    return jax.jit(jax.value_and_grad(loss)).trace(x).lower(lowering_platforms=platforms).as_text()
 
 
 @pytest.mark.parametrize("implementation", [None, "cuda"])
@@ -49,8 +51,25 @@ def test_automatic_choice_on_other_platforms(platform: str) -> None:
     assert "custom_call @jax_fa4" not in lowered(None, platform)
 
 
+def test_one_program_for_several_platforms() -> None:
+    text = lowered(None, "cpu", "cuda", "tpu")
+    assert text.count("@jax_fa4_forward_v1") == 1
+    assert text.count("@jax_fa4_backward_v1") == 1
+    assert "dot_general" in text
+    with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU, but this is for the platform 'cpu, cuda'"):
+        lowered("cuda", "cpu", "cuda")
+
+
+def test_program_for_several_platforms_runs_on_one() -> None:
+    x = np.random.default_rng(0).standard_normal(X.shape, np.float32)
+    call = jax.jit(lambda x: attention(x, x, x, is_causal=True))
+    unchecked = [jax.export.DisabledSafetyCheck.custom_call("jax_fa4_forward_v1")]
+    exported = jax.export.export(call, platforms=("cpu", "cuda"), disabled_checks=unchecked)(x)
+    np.testing.assert_array_equal(exported.call(x), call(x))
+
+
 def test_automatic_choice_where_no_kernel_applies() -> None:
-    assert "custom_call @jax_fa4" not in lowered(None, "cuda", jax.ShapeDtypeStruct((2, 5, 4, 264), jnp.bfloat16))
+    assert "custom_call @jax_fa4" not in lowered(None, "cuda", x=jax.ShapeDtypeStruct((2, 5, 4, 264), jnp.bfloat16))
 
 
 def test_lowered_for_a_platform_that_it_is_not_for() -> None:
@@ -120,6 +139,20 @@ def test_automatic_choice_takes_what_an_h200_was_faster_with(
 def test_which_gpus(device: FakeGpu, reason: str | None) -> None:
     got = why_not("cuda", X, X, X, device=device)
     assert got is None if reason is None else reason in str(got)
+
+
+def test_without_kernels_gpus_run_tiled(tmp_path: Path) -> None:
+    gpu = FakeGpu("9.0", "NVIDIA H200")
+    assert passes(None, X, X, X, device=gpu) == ("cuda", "cuda")
+    extension = native.extension()
+    extension.set_kernel_directory(str(tmp_path))
+    try:
+        assert f"the kernels sm80_forward were not built: there are none in {tmp_path}" in str(
+            why_not("cuda", X, X, X, device=gpu)
+        )
+        assert passes(None, X, X, X, device=gpu) == ("tiled", "tiled")
+    finally:
+        extension.set_kernel_directory(str(Path(extension.__file__ or "").parent / "kernels"))
 
 
 def run_program(text: str, **environment: str) -> str:

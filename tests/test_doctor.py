@@ -15,7 +15,7 @@ import oracle
 import pytest
 
 import jax_fa4
-from jax_fa4 import doctor, native
+from jax_fa4 import cuda, doctor, native
 
 Captured = pytest.CaptureFixture[str]
 
@@ -110,11 +110,28 @@ def test_a_missing_extension(capsys: Captured, monkeypatch: pytest.MonkeyPatch) 
     assert "1 problem, listed above." in printed
 
 
+@pytest.mark.parametrize("can_emulate", [True, False])
+def test_an_emulator_that_cannot_run(can_emulate: bool, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU may be too old for it, but nothing that is installed may be missing."""
+    monkeypatch.setattr(doctor, "_CHECKS", [])
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    monkeypatch.setattr(doctor, "why_not", lambda *a, **k: "The tables are missing.")
+    monkeypatch.setattr(native, "extension", lambda: SimpleNamespace(emulator_runs_here=lambda: can_emulate))
+    problems = list(doctor._print_checks())
+    assert "not emulated: The tables are missing." in capsys.readouterr().out
+    assert problems == (["Something of the package is missing: The tables are missing."] if can_emulate else [])
+
+
 def extension(**answers: Any) -> SimpleNamespace:
     """An extension on a machine with an H200, unless told otherwise."""
     gpu = {"name": "NVIDIA H200", "compute_capability": (9, 0), "memory_bytes": 2**37}
     driver = {"why_not": None, "cuda_version": (13, 0), "gpus": [gpu]} | answers.pop("driver", {})
-    stub = {"ffi_api_version": (0, 3), "cuda_driver_info": driver, "kernel_builds": [("forward", "sm_80")]} | answers
+    stub = {
+        "ffi_api_version": (0, 3),
+        "cuda_driver_info": driver,
+        "kernel_builds": [(x, "sm_80") for x in cuda.KERNELS],
+    }
+    stub |= {"kernel_faults": []} | answers
     functions = {name: (lambda answer=answer: answer) for name, answer in stub.items()}
     return SimpleNamespace(__file__="_native.so", **functions)
 
@@ -124,7 +141,9 @@ def extension(**answers: Any) -> SimpleNamespace:
     [
         ({}, "gpu", "CUDA 13.0, NVIDIA H200 (compute capability 9.0)", None),
         ({}, "cpu", "JAX does not use these GPUs", None),
-        ({"kernel_builds": []}, "cpu", "kernels:   none", "holds no kernels"),
+        ({"kernel_builds": []}, "cpu", "kernels:   none", "sm80_forward and sm80_backward are missing."),
+        ({"kernel_builds": [("sm80_forward", "sm_80")]}, "cpu", "sm_80", "the kernels sm80_backward are missing."),
+        ({"kernel_faults": ["the kernel file x is not a whole cubin."]}, "cpu", "sm_80", "x is not a whole cubin."),
         ({"driver": {"why_not": "too old."}}, "cpu", "driver:    too old.", None),
         ({"driver": {"why_not": "too old."}}, "gpu", "driver:    too old.", "its driver cannot be used: too old."),
     ],

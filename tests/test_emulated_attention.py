@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attention_vectors
@@ -13,7 +15,7 @@ import pytest
 from cases import Sizes, operands
 from suite import AttentionSuite, masked
 
-from jax_fa4 import attention, emulated
+from jax_fa4 import attention, emulated, native, why_not
 
 
 class TestEmulated(AttentionSuite):
@@ -41,6 +43,13 @@ def test_every_gpu(arch: emulated.implementation.Arch) -> None:
         assert [kernel.split("_")[1] for kernel in kernels[1:]] == ["delta", "query", "key"]
         assert {launch.target.rstrip("af") for launch in run.launches} == {arch}
         assert all(not launch.reports for launch in run.launches)
+
+
+@pytest.mark.parametrize("widths", [(0, 4), (4, 0), (0, 0)])
+def test_width_of_0(widths: tuple[int, int]) -> None:
+    with emulated.options() as run:
+        TestEmulated().check_masks({"is_causal": True}, Sizes(2, 3, 5, 4, 2, *widths))
+        assert run.launches
 
 
 def test_same_bits_as_an_h200() -> None:
@@ -87,6 +96,26 @@ def test_launches_are_those_of_the_block() -> None:
 def test_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"), emulated.options(**options):
         pass
+
+
+def test_tables_that_are_missing_or_damaged_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    extension = native.extension()
+    stub = SimpleNamespace(
+        __file__=str(tmp_path / "_native.so"),
+        emulator_runs_here=extension.emulator_runs_here,
+        emulator_load_tables=extension.emulator_load_tables,
+    )
+    monkeypatch.setattr(native, "extension", lambda: stub)
+    native.emulator.cache_clear()
+    arrays = operands(SIZES._replace(keys=91), "float32", np.random.default_rng(0))  # no call that jit has cached
+    sentence = f"The emulator's tables in {tmp_path / 'emulator_tables'} cannot be used: "
+    assert f"{sentence}[Errno 2]" in str(why_not("emulated", **arrays))
+    with pytest.raises(NotImplementedError, match=re.escape(sentence)):
+        attention(**arrays, implementation="emulated")
+    (tmp_path / "emulator_tables").mkdir()
+    for name in ("ex2.gz", "rcp.gz"):
+        (tmp_path / "emulator_tables" / name).write_bytes(b"no table")
+    assert f"{sentence}a table is not a gzip file" in str(why_not("emulated", **arrays))
 
 
 def test_another_seed_gives_the_same_bits() -> None:

@@ -233,6 +233,16 @@ def test_a_grid_that_is_too_large_is_refused():
         forward_plan(arrays)
 
 
+@pytest.mark.parametrize(("D", "Dv"), [(256, 8), (8, 256)])
+def test_strides_beyond_32_bits_are_refused(D, Dv):
+    assert forward_plan(forward_arrays(B=1, T=2, N=(1 << 24) - 1, K=1, D=D, Dv=Dv))
+    message = r"up to 4294967295 elements in all heads of a row, and these have 16777216 heads of width 256\."
+    with pytest.raises(ValueError, match=message):
+        forward_plan(forward_arrays(B=1, T=2, N=1 << 24, K=1, D=D, Dv=Dv))
+    with pytest.raises(ValueError, match=message):
+        backward_plan(backward_arrays(B=1, T=2, N=1 << 24, K=1, D=D, Dv=Dv))
+
+
 def test_bands_that_overflow_are_refused():
     rows = (1 << 31) - 1
     arrays = forward_arrays(B=1, T=rows, N=1, K=1)
@@ -398,6 +408,32 @@ def test_builds_are_listed_and_a_missing_kernel_is_named(kernels):
     assert extension.kernel_builds() == [("a", "sm_90a"), ("b", "sm_80")]
     with pytest.raises(RuntimeError, match=f"the kernels c were not built: there are none in {directory}"):
         extension.kernel_file("c", 8, 0)
+
+
+def test_files_that_are_not_whole_are_named(kernels):
+    package = Path(extension.__file__).parent / "kernels"
+    directory, reread = kernels
+    for cubin in package.glob("sm90_copy.*.cubin"):
+        whole = cubin.read_bytes()
+        for size in (len(whole), len(whole) - 1, len(whole) // 2, 63, 0):
+            (directory / f"copy_{size}.sm_80.cubin").write_bytes(whole[:size])
+        reread()
+        names = re.findall(r"copy_(\d+)\.sm_80\.cubin is not a whole cubin\.", " ".join(extension.kernel_faults()))
+        assert sorted(map(int, names)) == sorted([63, len(whole) // 2, len(whole) - 1])
+        for file in directory.iterdir():
+            file.unlink()
+    (directory / "a.sm_80.ptx").mkdir()
+    (directory / "b.sm_80.cubin").write_bytes(b"no machine code" * 10)
+    reread()
+    assert [x.split("/")[-1] for x in extension.kernel_faults()] == [
+        "a.sm_80.ptx cannot be read, or is empty.",
+        "b.sm_80.cubin is not a whole cubin.",
+    ]
+
+
+def test_package_has_whole_files():
+    native.register()
+    assert extension.kernel_faults() == []
 
 
 # ---- The driver
@@ -589,6 +625,23 @@ def test_a_kernel_that_is_missing_is_named(kernels):
 
 
 @pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (b"", r"cannot be read, or is empty\."),
+        (b".version 8.0\n.target sm_80\n.address_size 64\n.visible .entry f(", "cannot be run: PTX line 4: "),
+        (b".version 8.0\n\xff\xfe\x99", r"cannot be run: PTX line 2: .*\?"),
+    ],
+)
+def test_a_damaged_kernel_file_is_named(kernels, text, sentence):
+    directory, reread = kernels
+    file = directory / "sm80_forward.sm_80.ptx"
+    file.write_bytes(text)
+    reread()
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"the kernel file {re.escape(str(file))} {sentence}"):
+        emulated_forward(*operands())
+
+
+@pytest.mark.parametrize(
     ("attributes", "sentence"),
     [
         ({"target": "sm_75"}, "the attribute `target` must be one of sm_80, sm_90, sm_100, sm_120, not sm_75."),
@@ -619,12 +672,20 @@ def test_handlers_refuse_wrong_operands():
         emulated_forward(*operands()[:-1])
     native.emulator()
     for target, attributes, sentence in (
-        ("backward", ATTRIBUTES | {"deterministic": True}, "11 operands and 5 results"),
+        ("backward", ATTRIBUTES | {"deterministic": True}, r"a call has 5 results, not 1\."),
         ("tensor_copy", {k: ATTRIBUTES[k] for k in ("target", "strict", "seed")}, "`x` must be a matrix of"),
     ):
         call = jax.ffi.ffi_call(f"jax_fa4_emulated_{target}_v1", jax.ShapeDtypeStruct((3,), jnp.float32))
         with pytest.raises(jax.errors.JaxRuntimeError, match=f"jax_fa4_emulated_{target}_v1: .*{sentence}"):
             jax.block_until_ready(call(np.zeros(3, np.float32), **attributes))
+
+
+def test_an_operand_is_never_taken_for_a_result():
+    arrays = operands()
+    native.emulator()
+    call = jax.ffi.ffi_call("jax_fa4_emulated_forward_v1", [jax.ShapeDtypeStruct((B, T, N), jnp.float32)] * 2)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"a call has 3 results, not 2\."):
+        jax.block_until_ready(call(*arrays, np.zeros((B, T, N, D), np.float32), **ATTRIBUTES))
 
 
 def test_emulated_tensor_copy():

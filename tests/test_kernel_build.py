@@ -216,6 +216,13 @@ def test_command_line(tmp_path: Path) -> None:
     assert "are not built for sm_80, only for sm_100f, sm_120, sm_90a" in run("sm90_copy", "--target", "sm_80").stderr
 
 
+def test_output_that_is_no_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for output in (tmp_path / "file", tmp_path / "file" / "folder"):
+        with pytest.raises(SystemExit, match=f"^{re.escape(str(output))} cannot be a folder for the kernels: "):
+            build_kernels.main(["sm90_copy", "--target", "sm_90a", "--output", str(output)])
+
+
 def test_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(build_kernels.WHEELS, "nvidia-cuda-nvdisasm", "13.2.85")
     with pytest.raises(

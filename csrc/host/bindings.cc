@@ -117,6 +117,9 @@ void AddHostBindings(nb::module_& m) {
       nb::arg("major"),
       nb::arg("minor"),
       "The kernel file that a GPU of that compute capability runs; RuntimeError where none does.");
+  m.def("kernel_faults",
+        &KernelFaults,
+        "Returns a sentence for each kernel file that cannot be read or is not whole.");
   m.def("cuda_driver_info",
         &DriverDict,
         "Returns {why_not: str or None, cuda_version: (major, minor) or None, gpus: [{name, "

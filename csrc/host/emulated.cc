@@ -1,5 +1,6 @@
 #include "csrc/host/emulated.h"
 
+#include <algorithm>
 #include <cstring>
 #include <deque>
 #include <map>
@@ -32,17 +33,28 @@ constexpr uint64_t kGap = 1 << 20, kPage = 4096;
 
 // A kernel of a file, decoded once.
 std::shared_ptr<const emulator::Program> Load(const KernelFile& file, const std::string& name) {
-  static std::mutex mutex;
-  static std::map<std::string, std::shared_ptr<const emulator::ptx::Module>> modules;
-  static std::map<std::pair<std::string, std::string>, std::shared_ptr<const emulator::Program>>
-      programs;
-  const std::lock_guard lock(mutex);
-  std::shared_ptr<const emulator::Program>& program = programs[{file.path, name}];
+  // Never destroyed, like the record below: calls may still run when the process ends.
+  struct Loaded {
+    std::mutex mutex;
+    std::map<std::string, std::shared_ptr<const emulator::ptx::Module>> modules;
+    std::map<std::pair<std::string, std::string>, std::shared_ptr<const emulator::Program>>
+        programs;
+  };
+  static Loaded& loaded = *new Loaded;
+  const std::lock_guard lock(loaded.mutex);
+  std::shared_ptr<const emulator::Program>& program = loaded.programs[{file.path, name}];
   if (program != nullptr) return program;
-  std::shared_ptr<const emulator::ptx::Module>& module = modules[file.path];
-  if (module == nullptr) module = emulator::ptx::Parse(Read(file));
-  for (const auto& kernel : module->kernels) {
-    if (kernel->name == name) return program = emulator::Decode(module, *kernel);
+  std::shared_ptr<const emulator::ptx::Module>& module = loaded.modules[file.path];
+  try {
+    if (module == nullptr) module = emulator::ptx::Parse(Read(file));
+    for (const auto& kernel : module->kernels) {
+      if (kernel->name == name) return program = emulator::Decode(module, *kernel);
+    }
+  } catch (const emulator::ptx::Error& error) {
+    std::string text = error.what();
+    // It quotes the file, which may hold anything, and XLA's errors are UTF-8.
+    std::replace_if(text.begin(), text.end(), [](char c) { return c < ' ' || c > '~'; }, '?');
+    throw std::runtime_error("the kernel file " + file.path + " cannot be run: " + text);
   }
   throw std::runtime_error("the kernel file " + file.path + " has no kernel " + name + ".");
 }
@@ -51,7 +63,8 @@ constexpr size_t kRemembered = 100'000;
 
 std::mutex record_mutex;
 uint64_t next_launch = 0;
-std::deque<std::shared_ptr<const EmulatedLaunch>> record;
+std::deque<std::shared_ptr<const EmulatedLaunch>>& record =
+    *new std::deque<std::shared_ptr<const EmulatedLaunch>>;
 
 void Record(EmulatedLaunch launch) {
   const std::lock_guard lock(record_mutex);

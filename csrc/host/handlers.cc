@@ -57,6 +57,7 @@ void TakeForward(Attributes& attributes, ForwardAttributes* forward) {
 struct Forward {
   static constexpr const char* kName = "jax_fa4_forward_v1";
   static constexpr const char* kEmulatedName = "jax_fa4_emulated_forward_v1";
+  static constexpr size_t kResults = kForwardResults.size();
   ForwardAttributes attributes;
   explicit Forward(Attributes& all) { TakeForward(all, &attributes); }
   Plan MakePlan(std::span<const Array> arrays, const Device& device) const {
@@ -67,6 +68,7 @@ struct Forward {
 struct Backward {
   static constexpr const char* kName = "jax_fa4_backward_v1";
   static constexpr const char* kEmulatedName = "jax_fa4_emulated_backward_v1";
+  static constexpr size_t kResults = kBackwardResults.size();
   BackwardAttributes attributes;
   explicit Backward(Attributes& all) {
     TakeForward(all, &attributes);
@@ -80,6 +82,7 @@ struct Backward {
 struct TensorCopy {
   static constexpr const char* kName = "jax_fa4_tensor_copy_v1";
   static constexpr const char* kEmulatedName = "jax_fa4_emulated_tensor_copy_v1";
+  static constexpr size_t kResults = kTensorCopyResults.size();
   explicit TensorCopy(Attributes&) {}
   Plan MakePlan(std::span<const Array> arrays, const Device& device) const {
     return TensorCopyPlan(arrays, device);
@@ -91,7 +94,13 @@ struct Buffers {
   std::vector<Array> arrays;
   std::vector<void*> addresses;
 
-  Buffers(const ffi::RemainingArgs& operands, const ffi::RemainingRets& results) {
+  // Throws unless there are so many results: a plan knows them by their place among all arrays, and
+  // an operand in the place of a result would be written.
+  Buffers(const ffi::RemainingArgs& operands, const ffi::RemainingRets& results, size_t expected) {
+    if (results.size() != expected) {
+      throw std::invalid_argument("a call has " + std::to_string(expected) + " results, not " +
+                                  std::to_string(results.size()) + ".");
+    }
     for (size_t i = 0; i < operands.size(); ++i) Add(*operands.get<ffi::AnyBuffer>(i));
     for (size_t i = 0; i < results.size(); ++i) Add(**results.get<ffi::AnyBuffer>(i));
   }
@@ -129,7 +138,7 @@ ffi::Error OnDriver(CUstream stream,
     Attributes attributes(dictionary);
     const Operation operation(attributes);
     attributes.Finish();
-    const Buffers buffers(operands, results);
+    const Buffers buffers(operands, results, Operation::kResults);
     StreamContext context(stream);
     const Plan plan = operation.MakePlan(buffers.arrays, context.device());
     if constexpr (kExecutes) {
@@ -151,7 +160,7 @@ ffi::Error OnEmulator(ffi::RemainingArgs operands,
     const bool strict = attributes.Take<bool>("strict", "a bool");
     const uint64_t seed = static_cast<uint64_t>(attributes.Take<int64_t>("seed", "an int64"));
     attributes.Finish();
-    const Buffers buffers(operands, results);
+    const Buffers buffers(operands, results, Operation::kResults);
     const Plan plan = operation.MakePlan(buffers.arrays, device);
     ExecuteEmulated(plan, device, buffers.addresses, strict, seed);
   });

@@ -1,13 +1,17 @@
 #include "csrc/host/kernel_files.h"
 
+#include <elf.h>
+
 #include <algorithm>
 #include <charconv>
+#include <cstdint>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
-#include <iterator>
 #include <mutex>
 #include <optional>
 #include <set>
+#include <sstream>
 #include <stdexcept>
 #include <tuple>
 
@@ -46,13 +50,28 @@ struct Directory {
   std::vector<KernelFile> files;
 };
 
+// Never destroyed: calls may still run on other threads when the process ends.
 std::mutex directory_mutex;
-Directory directory;
+Directory& directory = *new Directory;
 
 std::vector<KernelFile> Files(std::string* path = nullptr) {
   const std::lock_guard lock(directory_mutex);
   if (path != nullptr) *path = directory.path;
   return directory.files;
+}
+
+// Whether an ELF file of 64 bits has all that its header tells of. The tables of segments and
+// sections are the last things in it.
+bool IsWhole(const std::string& cubin) {
+  Elf64_Ehdr header;
+  if (cubin.size() < sizeof(header)) return false;
+  std::memcpy(&header, cubin.data(), sizeof(header));
+  const auto holds = [&](uint64_t offset, uint64_t bytes) {
+    return offset <= cubin.size() && bytes <= cubin.size() - offset;
+  };
+  return std::memcmp(header.e_ident, ELFMAG, SELFMAG) == 0 &&
+         holds(header.e_phoff, uint64_t{header.e_phnum} * header.e_phentsize) &&
+         holds(header.e_shoff, uint64_t{header.e_shnum} * header.e_shentsize);
 }
 
 // By the rules in the header: 1 to 3 among cubins, or with `only_ptx` among PTX files, then 4.
@@ -134,10 +153,26 @@ KernelFile FileForEmulator(const std::string& module, int major, int minor) {
 }
 
 std::string Read(const KernelFile& file) {
+  const auto fail = [&](const std::string& what) {
+    throw std::runtime_error("the kernel file " + file.path + " " + what + ".");
+  };
+  std::ostringstream contents;
   std::ifstream stream(file.path, std::ios::binary);
-  std::string contents{std::istreambuf_iterator<char>(stream), std::istreambuf_iterator<char>()};
-  if (!stream) throw std::runtime_error("the kernel file " + file.path + " cannot be read.");
-  return contents;
+  if (!stream || !(contents << stream.rdbuf())) fail("cannot be read, or is empty");
+  if (!file.is_ptx && !IsWhole(contents.str())) fail("is not a whole cubin");
+  return std::move(contents).str();
+}
+
+std::vector<std::string> KernelFaults() {
+  std::vector<std::string> faults;
+  for (const KernelFile& file : Files()) {
+    try {
+      Read(file);
+    } catch (const std::runtime_error& error) {
+      faults.push_back(error.what());
+    }
+  }
+  return faults;
 }
 
 }  // namespace jax_fa4

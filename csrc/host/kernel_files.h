@@ -37,8 +37,13 @@ KernelFile FileForGpu(const std::string& module, int major, int minor);
 // The same choice among PTX files only, which the emulator runs.
 KernelFile FileForEmulator(const std::string& module, int major, int minor);
 
-// Its contents. Throws std::runtime_error.
+// Its contents. Throws std::runtime_error, with a sentence, if the file cannot be read or is only
+// the beginning of a cubin: the driver is told where a cubin is and not how long, and would read on
+// behind it.
 std::string Read(const KernelFile& file);
+
+// What Read throws of any file, as sentences.
+std::vector<std::string> KernelFaults();
 
 }  // namespace jax_fa4
 

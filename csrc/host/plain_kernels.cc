@@ -1,4 +1,6 @@
+#include <algorithm>
 #include <cstring>
+#include <limits>
 
 #include "csrc/host/problem.h"
 #include "csrc/sm80/config.h"
@@ -84,6 +86,13 @@ std::string WhyNot(const Problem& problem, const Device& device) {
     return "the plain kernels take heads of width up to " +
            std::to_string(kWidths[std::size(kWidths) - 1]) + ", and these have D " +
            std::to_string(problem.width) + " and Dv " + std::to_string(problem.value_width) + ".";
+  }
+  const int64_t most = std::numeric_limits<uint32_t>::max();  // of a stride from row to row
+  const int64_t width = std::max(problem.width, problem.value_width);
+  if (problem.heads * width > most) {
+    return "the plain kernels take up to " + std::to_string(most) +
+           " elements in all heads of a row, and these have " + std::to_string(problem.heads) +
+           " heads of width " + std::to_string(width) + ".";
   }
   return "";
 }

@@ -47,7 +47,7 @@ class Emulation:
 
     @property
     def launches(self) -> list[Any]:
-        """The launches that have ended, in that order.
+        """The launches of the whole process, whatever thread called, that have ended, in that order.
 
         Each has `kernel`, `module`, `target`, `grid`, `block`, `cluster`, `instructions` and `reports`. JAX runs
         asynchronously: inside of the block, wait for results (`jax.block_until_ready`) before you look.
@@ -59,6 +59,9 @@ class Emulation:
 @contextlib.contextmanager
 def options(*, arch: Arch = "sm_100", mode: Mode = "strict", seed: int = 0) -> Iterator[Emulation]:
     """Within this block, `implementation="emulated"` runs so; yields what lists the launches.
+
+    What counts is where a call is traced: one that is differentiated runs backward under the options around the
+    `jax.grad`, or around the call of the pullback that `jax.vjp` returned.
 
     Args:
       arch: the GPU that is emulated: "sm_80" (A100), "sm_90" (H200), "sm_100" (B200) or "sm_120" (RTX PRO 6000).
