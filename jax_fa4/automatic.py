@@ -17,7 +17,6 @@ from types import ModuleType
 from typing import Any
 
 import jax
-import numpy as np
 from jax import Array, lax
 
 from jax_fa4 import cuda, tiled
@@ -85,13 +84,20 @@ def _kernels_are_faster(speed: _Speed, problem: spec.Problem, operands: spec.Ope
     if 0 in (operands.batch, rows, heads, keys):
         return False  # nothing runs
     low, high = problem.band if operands.lower is None else (None, None)
-    row = np.arange(rows)
-    lower = 0 if low is None else np.clip(row + low, 0, keys)
-    upper = keys if high is None else np.clip(row + high, 0, keys)
-    seen = np.minimum(np.maximum(upper - lower, 0) + _TILE, keys)
+    hidden = (0 if low is None else _sum_clipped(rows, low, keys)) + (
+        0 if high is None else rows * keys - _sum_clipped(rows, high, keys)
+    )
+    seen = min(max(rows * keys - hidden, 0) / rows + _TILE, keys)  # by a row
     rows_computed = -(-rows // _TILE) * _TILE
-    pairs = operands.batch * heads * rows_computed * float(np.mean(seen))
+    pairs = operands.batch * heads * rows_computed * seen
     flops = speed.flops[min(x for x in speed.flops if x >= max(width, value_width))]
     by_cuda = speed.launch + pairs * speed.products * (width + value_width) / flops
     steps, logits = tiled.work_on_accelerators(problem, operands)
     return by_cuda < steps * speed.step + logits / speed.logits
+
+
+def _sum_clipped(rows: int, distance: int, keys: int) -> int:
+    """The sum of `i + distance` cut to [0, keys] over the rows `i`."""
+    first, end = max(0, -distance), min(rows, keys - distance)  # the rows that are not cut
+    between = (first + end - 1) * max(end - first, 0) // 2 + distance * max(end - first, 0)
+    return between + keys * (rows - max(end, 0)) if end < rows else between

@@ -23,6 +23,14 @@ from jax.interpreters import mlir
 from jax_fa4 import native
 from jax_fa4 import problem as spec
 
+CUSTOM_CALLS = ("jax_fa4_forward_v1", "jax_fa4_backward_v1")
+"""Targets of the custom calls in programs for NVIDIA GPUs.
+
+`jax.export` wants to be told that they are meant:
+`disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(name) for name in CUSTOM_CALLS]`. A target's operands and
+attributes never change; others would get another name.
+"""
+
 _DTYPES = ("float16", "bfloat16", "float32")
 _MOST_WIDTH = 256
 _OLDEST = (8, 0)
@@ -93,7 +101,7 @@ def in_cuda_branch(call: Callable[..., Any], arrays: Any) -> Any:
 
 def forward(problem: spec.Problem, operands: spec.Operands, *, place: Place = _on_gpu) -> tuple[Array, Array, Array]:
     """Attention of `operands`, sorted already: out (B, T, N, Dv) in query's dtype, lse and its rounding (B, T, N)."""
-    return call_forward("jax_fa4_forward_v1", {}, place, problem, operands)
+    return call_forward(CUSTOM_CALLS[0], {}, place, problem, operands)
 
 
 def backward(
@@ -110,7 +118,7 @@ def backward(
 ) -> spec.Gradients:
     """Gradients of `forward` from its results and their cotangents."""
     del with_bias  # there is none
-    return call_backward("jax_fa4_backward_v1", {}, place, problem, operands, out, lse, lse_rounding, dout, dlse)
+    return call_backward(CUSTOM_CALLS[1], {}, place, problem, operands, out, lse, lse_rounding, dout, dlse)
 
 
 def call_forward(

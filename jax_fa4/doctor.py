@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.metadata
+import os
 import platform
 import textwrap
 from collections.abc import Callable, Iterator
@@ -119,6 +120,11 @@ _EMULATED_CHECK = Check("emulated GPU", "bfloat16", Shape(1, 20, 20, 2, 1, 64, 6
 
 def main() -> int:
     """Prints the whole examination; the exit status is 1 if anything is missing or wrong."""
+    try:
+        jax.devices()
+    except Exception as error:  # JAX raises whatever a plugin does
+        print(f"JAX has no device here (JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')}): {error}")
+        return 1
     problems = [*_print_installation(), *_print_choices(), *_print_checks()]
     if not problems:
         print("\nAll is well: jax_fa4 gives right results on this machine.")

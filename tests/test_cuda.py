@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from suite import AttentionSuite
 
-from jax_fa4 import attention, native, why_not
+from jax_fa4 import CUSTOM_CALLS, attention, native, why_not
 from jax_fa4.attention import passes
 
 
@@ -30,6 +30,7 @@ class TestCuda(AttentionSuite):
 
 
 X = jax.ShapeDtypeStruct((2, 5, 4, 8), jnp.bfloat16)
+ALLOWED = [jax.export.DisabledSafetyCheck.custom_call(name) for name in CUSTOM_CALLS]
 
 
 def lowered(implementation: str | None, *platforms: str, x: jax.ShapeDtypeStruct = X) -> str:
@@ -63,9 +64,18 @@ def test_one_program_for_several_platforms() -> None:
 def test_program_for_several_platforms_runs_on_one() -> None:
     x = np.random.default_rng(0).standard_normal(X.shape, np.float32)
     call = jax.jit(lambda x: attention(x, x, x, is_causal=True))
-    unchecked = [jax.export.DisabledSafetyCheck.custom_call("jax_fa4_forward_v1")]
-    exported = jax.export.export(call, platforms=("cpu", "cuda"), disabled_checks=unchecked)(x)
+    exported = jax.export.export(call, platforms=("cpu", "cuda"), disabled_checks=ALLOWED)(x)
     np.testing.assert_array_equal(exported.call(x), call(x))
+
+
+def test_export_for_gpus() -> None:
+    gradient = jax.jit(jax.grad(lambda x: attention(x, x, x, implementation="cuda").astype(np.float32).sum()))
+    with pytest.raises(ValueError, match="jax_fa4_forward_v1"):
+        jax.export.export(gradient, platforms=("cuda",))(X)
+    exported = jax.export.export(gradient, platforms=("cuda",), disabled_checks=ALLOWED)(X)
+    again = jax.export.deserialize(exported.serialize())
+    assert all(f"@{name}" in again.mlir_module() for name in CUSTOM_CALLS)
+    assert again.out_avals[0].shape == X.shape
 
 
 def test_automatic_choice_where_no_kernel_applies() -> None:

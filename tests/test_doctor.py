@@ -187,3 +187,13 @@ def test_the_exit_status_is_mains(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit) as caught:
         runpy.run_module("jax_fa4", run_name="__main__")
     assert caught.value.code == 7
+
+
+def test_no_device(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("no such platform")
+
+    monkeypatch.setattr(jax, "devices", fail)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    assert doctor.main() == 1
+    assert capsys.readouterr().out == "JAX has no device here (JAX_PLATFORMS=cuda): no such platform\n"
