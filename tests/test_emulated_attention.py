@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import Any
 
 import attention_vectors
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import Sizes, operands
 from suite import AttentionSuite, masked
 
-from jax_fa4 import attention, emulated, native, why_not
+from jax_fa4 import CHECKPOINT_NAMES, attention, emulated, native, why_not
 
 
 class TestEmulated(AttentionSuite):
@@ -130,3 +132,57 @@ def test_another_seed_gives_the_same_bits() -> None:
             found.append(jax.tree.map(np.asarray, jax.value_and_grad(loss)(arrays)))
     for other in found[1:]:
         jax.tree.map(np.testing.assert_array_equal, found[0], other)
+
+
+MAPPED = [
+    ("query",),
+    ("key",),
+    ("value",),
+    ("scale",),
+    ("lower",),
+    ("lower", "upper"),
+    ("query", "upper"),
+    ("key", "scale"),
+]
+
+
+@pytest.mark.parametrize("names", MAPPED, ids="-".join)
+def test_vmap_of_operands_that_are_not_all_mapped(names: tuple[str, ...]) -> None:
+    """The kernels index operands whose leading axis is shorter than the batch; nothing is copied for them."""
+    rng = np.random.default_rng(0)
+    arrays = operands(SIZES, "bfloat16", rng) | {"scale": np.float32(0.3)}
+    arrays |= {"lower": rng.integers(0, 40, (2, 70), np.int32), "upper": rng.integers(30, 91, (2, 70), np.int32)}
+    stacks = {name: np.stack([arrays[name], np.flip(arrays[name]), arrays[name] // 2]) for name in names}
+
+    def gradient(arrays: dict[str, Any]) -> dict[str, jax.Array]:
+        bounds = arrays["lower"], arrays["upper"]
+        floats = {name: x for name, x in arrays.items() if name not in ("lower", "upper")}
+        call = lambda floats: attention(**floats, row_bounds=bounds, implementation="emulated")  # noqa: E731
+        out, pull = jax.vjp(call, floats)
+        return {"out": out} | pull(jnp.ones_like(out))[0]
+
+    got = jax.jit(jax.vmap(gradient, ({name: 0 if name in names else None for name in arrays},)))(arrays | stacks)
+    for i in range(3):
+        want = jax.jit(gradient)(arrays | {name: x[i] for name, x in stacks.items()})
+        for name, x in want.items():
+            # The scale's gradient is a sum that XLA makes, in an order that depends on its length.
+            compare = (
+                functools.partial(np.testing.assert_allclose, rtol=1e-5)
+                if name == "scale"
+                else np.testing.assert_array_equal
+            )
+            compare(np.asarray(got[name][i], np.float32), np.asarray(x, np.float32), err_msg=name)
+
+
+def test_remat_runs_the_forward_once() -> None:
+    policy = jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)
+    arrays = operands(SIZES, "float32", np.random.default_rng(0))
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def layer(arrays: dict[str, Any]) -> jax.Array:
+        return attention(**arrays, is_causal=True, implementation="emulated")
+
+    with emulated.options() as run:
+        jax.block_until_ready(jax.jit(jax.grad(lambda arrays: (layer(arrays) ** 2).sum()))(arrays))
+        kernels = [launch.kernel.split("_")[:2] for launch in run.launches]
+    assert kernels == [["forward", "float32"], ["backward", "delta"], ["backward", "query"], ["backward", "key"]]
