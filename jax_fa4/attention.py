@@ -370,7 +370,7 @@ def _as_array(name: str, x: Any) -> Array:
             array = jnp.asarray(x, np.int32)
     except OverflowError as error:
         raise ValueError(f"{name} must fit in its dtype, but got {x!r}.") from error
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, SyntaxError) as error:  # the last where NumPy reads a string as a dtype
         raise TypeError(f"{name} must be an array, but got {_kind(x)}.") from error
     return array
 

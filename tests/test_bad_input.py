@@ -100,6 +100,7 @@ NOT_ARRAYS = {
         ("function", len, "builtin_function_or_method"),
         ("set", {1}, "set"),
         ("str", "abc", "'abc'"),
+        ("list_of_str", [", "], "list"),
         ("None", None, "None"),
     ]
     if not (label == "str" and name == "query_offset") and not (label == "None" and name not in (*GOOD, "query_offset"))

@@ -14,16 +14,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import Sizes, operands
+from cases import CASES, Case, Sizes, operands
 from suite import AttentionSuite, masked
 
 from jax_fa4 import CHECKPOINT_NAMES, attention, emulated, native, why_not
+
+# They take longest, and others are like them but for their sizes.
+LONG_CASES = ("llama3_8b", "gemma2_9b_global", "prefix_lm")
 
 
 class TestEmulated(AttentionSuite):
     implementation = "emulated"
     dtypes = ("float16", "bfloat16", "float32")
     dense = False
+
+    @pytest.mark.parametrize(
+        "case",
+        [pytest.param(x, marks=[pytest.mark.slow] if x.name in LONG_CASES else []) for x in CASES],
+        ids=lambda case: case.name,
+    )
+    def test_case(self, case: Case) -> None:
+        super().test_case(case)
 
 
 SIZES = Sizes(batch=2, rows=70, keys=90, heads=4, kv_heads=2, width=8, value_width=12)
