@@ -2,7 +2,7 @@
 
     python csrc/build_kernels.py                                # all of them, into the installed package
     python csrc/build_kernels.py sm90_copy --target sm_90a      # one, in a second or a few
-    python csrc/build_kernels.py sm90_copy --output /tmp/x      # somewhere else
+    python csrc/build_kernels.py sm90_copy --output build/x    # somewhere else
 
 Each (kernel, target) gives `<kernel>.<target>.cubin` for the GPUs of that target and `<kernel>.<target>.ptx`, which the
 driver compiles for later GPUs and which the emulator runs; both come from one compilation. CMakeLists.txt calls this
