@@ -104,21 +104,10 @@ def forward(problem: spec.Problem, operands: spec.Operands, *, place: Place = _o
     return call_forward(CUSTOM_CALLS[0], {}, place, problem, operands)
 
 
-def backward(
-    problem: spec.Problem,
-    operands: spec.Operands,
-    out: Array,
-    lse: Array,
-    lse_rounding: Array | None,
-    dout: Array,
-    dlse: Array | None,
-    *,
-    with_bias: bool,
-    place: Place = _on_gpu,
-) -> spec.Gradients:
-    """Gradients of `forward` from its results and their cotangents."""
+def backward(problem: spec.Problem, *arrays: Any, with_bias: bool, place: Place = _on_gpu) -> spec.Gradients:
+    """Gradients of `forward`; the arrays are those of `call_backward`."""
     del with_bias  # there is none
-    return call_backward(CUSTOM_CALLS[1], {}, place, problem, operands, out, lse, lse_rounding, dout, dlse)
+    return call_backward(CUSTOM_CALLS[1], {}, place, problem, *arrays)
 
 
 def call_forward(
