@@ -8,13 +8,9 @@
 #define JAX_FA4_CSRC_SM90_COPY_H_
 
 #include "csrc/common/integers.h"
+#include "csrc/common/tensor_map.h"
 
 namespace jax_fa4::sm90 {
-
-// A CUtensorMap of the driver.
-struct alignas(64) TensorMap {
-  unsigned char bytes[128];
-};
 
 // A box of both maps: without swizzle or interleave, elements of any type.
 inline constexpr int32_t kCopyBoxRows = 32;
