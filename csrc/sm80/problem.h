@@ -11,6 +11,12 @@
 
 namespace jax_fa4::sm80 {
 
+// Which of the `length` elements along an operand's leading axis batch element `batch` uses. There
+// is mostly one for each, and no need of a division: in a short call several would take long.
+__device__ __forceinline__ uint32_t ElementOf(uint32_t batch, uint32_t length) {
+  return batch < length ? batch : batch % length;
+}
+
 // The operands, and where a query head of a batch element is in them.
 template <class Element>
 struct Heads {
@@ -19,29 +25,34 @@ struct Heads {
   Head of_row;  // of arrays (B, T, N)
 
   __device__ __forceinline__ Heads(const Parameters& p, uint32_t batch, uint32_t head)
+      : Heads(p, batch, head, KeyHead(p, head)) {}
+
+ private:
+  __device__ __forceinline__
+  Heads(const Parameters& p, uint32_t batch, uint32_t head, uint32_t key_head)
       : query(static_cast<const Element*>(p.query)),
         key(static_cast<const Element*>(p.key)),
         value(static_cast<const Element*>(p.value)),
-        of_query(batch % p.query_batch, p.rows, p.heads, head, p.width),
-        of_key(batch % p.key_batch, p.keys, p.kv_heads, KeyHead(p, head), p.width),
-        of_value(batch % p.value_batch, p.keys, p.kv_heads, KeyHead(p, head), p.value_width),
+        of_query(ElementOf(batch, p.query_batch), p.rows, p.heads, head, p.width),
+        of_key(ElementOf(batch, p.key_batch), p.keys, p.kv_heads, key_head, p.width),
+        of_value(ElementOf(batch, p.value_batch), p.keys, p.kv_heads, key_head, p.value_width),
         of_out(batch, p.rows, p.heads, head, p.value_width),
         of_row(batch, p.rows, p.heads, head, 1) {}
 
- private:
   static __device__ __forceinline__ uint32_t KeyHead(const Parameters& p, uint32_t head) {
-    return head / (p.heads / p.kv_heads);
+    const uint32_t heads = p.heads, kv_heads = p.kv_heads;
+    return heads == kv_heads ? head : head / (heads / kv_heads);
   }
 };
 
 __device__ __forceinline__ float ScaleOf(const Parameters& p, uint32_t batch) {
-  return p.scale[batch % p.scale_batch];
+  return p.scale[ElementOf(batch, p.scale_batch)];
 }
 
 __device__ __forceinline__ RowBounds BoundsOf(const Parameters& p, uint32_t batch) {
   const bool arrays = p.lower != nullptr;
-  return {arrays ? p.lower + int64_t{batch % p.lower_batch} * p.rows : nullptr,
-          arrays ? p.upper + int64_t{batch % p.upper_batch} * p.rows : nullptr,
+  return {arrays ? p.lower + int64_t{ElementOf(batch, p.lower_batch)} * p.rows : nullptr,
+          arrays ? p.upper + int64_t{ElementOf(batch, p.upper_batch)} * p.rows : nullptr,
           p.rows,
           p.keys,
           p.band_low,
@@ -60,7 +71,7 @@ __device__ __forceinline__ void ScaleAndCap(float (&x)[kRows][kColumns],
     for (int32_t j = 0; j < kColumns; ++j) x[i][j] *= scale;
   }
   if (softcap == 0) return;
-  const Softcap cap(softcap);
+  const Softcap cap(Opaque(softcap));  // its inverse takes long, and is for calls with a cap only
 #pragma unroll
   for (int32_t i = 0; i < kRows; ++i) {
 #pragma unroll

@@ -23,9 +23,14 @@ __device__ __forceinline__ uint32_t ThreadY() { return threadIdx.x / 16; }
 __device__ __forceinline__ uint32_t ThreadX() { return threadIdx.x % 16; }
 
 // The same number, of which the compiler knows nothing: what follows from it is computed where it
-// is needed. Kept across a loop, it would push other numbers out of the registers.
+// is needed. Before a loop it would be computed whether it is needed or not, and kept across the
+// loop, it would push other numbers out of the registers.
 __device__ __forceinline__ uint32_t Opaque(uint32_t x) {
   asm volatile("" : "+r"(x));
+  return x;
+}
+__device__ __forceinline__ float Opaque(float x) {
+  asm volatile("" : "+f"(x));
   return x;
 }
 
@@ -71,31 +76,66 @@ __device__ __forceinline__ bool InFours(const Element* array, uint32_t width) {
   return width % 4 == 0 && reinterpret_cast<uint64_t>(array) % sizeof(Four<Element>) == 0;
 }
 
+// Puts four elements in a tile.
+template <class Element>
+__device__ __forceinline__ void PutFour(float* to, const Element (&x)[4]) {
+  *reinterpret_cast<float4*>(to) =
+      make_float4(ptx::ToFloat(x[0]), ptx::ToFloat(x[1]), ptx::ToFloat(x[2]), ptx::ToFloat(x[3]));
+}
+
+// Rows of an array that is InFours on their way to a tile, kColumns of each. Their loads are in
+// flight from Fetch to Put, and what is between them is done meanwhile.
+template <int32_t kRows, int32_t kColumns, class Element>
+struct Fetched {
+  Four<Element> fours[kRows / 16][kColumns / 64];
+
+  // From position `first` and column `begin` on, the rows that keep(row of the tile) tells to. The
+  // others, and columns beyond the width, are zeros.
+  template <class Keep>
+  __device__ __forceinline__ void Fetch(
+      const Element* array, const Head& head, uint32_t first, uint32_t begin, const Keep& keep) {
+#pragma unroll
+    for (int32_t i = 0; i < kRows / 16; ++i) {
+      const uint32_t row = ThreadY() + 16 * i;
+#pragma unroll
+      for (int32_t g = 0; g < kColumns / 64; ++g) {
+        const uint32_t column = begin + 4 * ThreadX() + 64 * g;
+        fours[i][g] = {};
+        if (keep(row) && column < head.width) {
+          fours[i][g] =
+              *reinterpret_cast<const Four<Element>*>(array + head.At(first + row) + column);
+        }
+      }
+    }
+  }
+
+  // As float32, to a tile that has kPitch floats from row to row.
+  template <int32_t kPitch>
+  __device__ __forceinline__ void Put(float* tile) const {
+#pragma unroll
+    for (int32_t i = 0; i < kRows / 16; ++i) {
+#pragma unroll
+      for (int32_t g = 0; g < kColumns / 64; ++g) {
+        PutFour(tile + (ThreadY() + 16 * i) * kPitch + 4 * ThreadX() + 64 * g, fours[i][g].x);
+      }
+    }
+  }
+};
+
 // Loads the rows of a tile, from position `first` on, as float32: those that keep(row of the tile)
 // tells to. The others, and columns beyond the width up to the next multiple of 64, are zeros.
 template <int32_t kRows, int32_t kWidth, class Element, class Keep>
 __device__ __forceinline__ void LoadTile(
     float* tile, const Element* array, const Head& head, uint32_t first, const Keep& keep) {
-  const auto put = [&](uint32_t row, uint32_t column, const Element(&x)[4]) {
-    *reinterpret_cast<float4*>(tile + row * Pitch(kWidth) + column) =
-        make_float4(ptx::ToFloat(x[0]), ptx::ToFloat(x[1]), ptx::ToFloat(x[2]), ptx::ToFloat(x[3]));
-  };
   const bool in_fours = InFours(array, head.width);
 #pragma unroll 1
   for (uint32_t begin = 0; begin < head.width; begin += 64) {
-    const uint32_t column = begin + 4 * ThreadX();
     if (in_fours) {
-      Four<Element> fours[kRows / 16] = {};  // all in flight before the first is waited for
-#pragma unroll
-      for (int32_t i = 0; i < kRows / 16; ++i) {
-        const uint32_t row = ThreadY() + 16 * i;
-        if (keep(row) && column < head.width) {
-          fours[i] = *reinterpret_cast<const Four<Element>*>(array + head.At(first + row) + column);
-        }
-      }
-#pragma unroll
-      for (int32_t i = 0; i < kRows / 16; ++i) put(ThreadY() + 16 * i, column, fours[i].x);
+      Fetched<kRows, 64, Element> rows;
+      rows.Fetch(array, head, first, begin, keep);
+      rows.template Put<Pitch(kWidth)>(tile + begin);
     } else {
+      const uint32_t column = begin + 4 * ThreadX();
 #pragma unroll 1
       for (uint32_t row = ThreadY(); row < kRows; row += 16) {
         const bool kept = keep(row);
@@ -104,7 +144,7 @@ __device__ __forceinline__ void LoadTile(
         for (uint32_t c = 0; c < 4; ++c) {
           if (kept && column + c < head.width) x[c] = array[head.At(first + row) + column + c];
         }
-        put(row, column, x);
+        PutFour(tile + row * Pitch(kWidth) + column, x);
       }
     }
   }
@@ -169,12 +209,20 @@ __device__ __forceinline__ void ScaleRow(float4 (&row)[kGroups], float factor) {
   }
 }
 
+// Steps of a product's sums that are taken at once: the fewer sums a thread has to work on while it
+// waits for shared memory, the more. What there is to sum ends in zeros up to a multiple of 16.
+template <int32_t kSums>
+constexpr int32_t kAtOnce = kSums == 1   ? 16
+                            : kSums <= 4 ? 8
+                                         : 4;
+
 // The dot products of rows y + 16 i of tile `a` and rows x + 16 j of tile `b`.
 template <int32_t kWidth, int32_t kRows, int32_t kColumns>
 __device__ __forceinline__ void RowDots(float (&dots)[kRows][kColumns],
                                         const float* a,
                                         const float* b,
                                         uint32_t width) {
+  constexpr int32_t kStep = kAtOnce<kRows * kColumns>;
   a += ThreadY() * Pitch(kWidth);
   b += ThreadX() * Pitch(kWidth);
 #pragma unroll
@@ -183,24 +231,27 @@ __device__ __forceinline__ void RowDots(float (&dots)[kRows][kColumns],
     for (int32_t j = 0; j < kColumns; ++j) dots[i][j] = 0;
   }
 #pragma unroll 1
-  for (uint32_t d = 0; d < width; d += 4) {
-    float4 x[kRows], y[kColumns];
+  for (uint32_t d = 0; d < width; d += kStep) {
 #pragma unroll
-    for (int32_t i = 0; i < kRows; ++i) {
-      x[i] = *reinterpret_cast<const float4*>(a + 16 * i * Pitch(kWidth) + d);
-    }
+    for (int32_t c = 0; c < kStep; c += 4) {
+      float4 x[kRows], y[kColumns];
 #pragma unroll
-    for (int32_t j = 0; j < kColumns; ++j) {
-      y[j] = *reinterpret_cast<const float4*>(b + 16 * j * Pitch(kWidth) + d);
-    }
-#pragma unroll
-    for (int32_t i = 0; i < kRows; ++i) {
+      for (int32_t i = 0; i < kRows; ++i) {
+        x[i] = *reinterpret_cast<const float4*>(a + 16 * i * Pitch(kWidth) + d + c);
+      }
 #pragma unroll
       for (int32_t j = 0; j < kColumns; ++j) {
-        dots[i][j] = fmaf(x[i].x, y[j].x, dots[i][j]);
-        dots[i][j] = fmaf(x[i].y, y[j].y, dots[i][j]);
-        dots[i][j] = fmaf(x[i].z, y[j].z, dots[i][j]);
-        dots[i][j] = fmaf(x[i].w, y[j].w, dots[i][j]);
+        y[j] = *reinterpret_cast<const float4*>(b + 16 * j * Pitch(kWidth) + d + c);
+      }
+#pragma unroll
+      for (int32_t i = 0; i < kRows; ++i) {
+#pragma unroll
+        for (int32_t j = 0; j < kColumns; ++j) {
+          dots[i][j] = fmaf(x[i].x, y[j].x, dots[i][j]);
+          dots[i][j] = fmaf(x[i].y, y[j].y, dots[i][j]);
+          dots[i][j] = fmaf(x[i].z, y[j].z, dots[i][j]);
+          dots[i][j] = fmaf(x[i].w, y[j].w, dots[i][j]);
+        }
       }
     }
   }
@@ -241,24 +292,29 @@ __device__ __forceinline__ void AddProduct(float4 (&sums)[kRows][kGroups],
                                            const float* tile,
                                            uint32_t count,
                                            uint32_t width) {
+  constexpr int32_t kStep = kAtOnce<4 * kRows * kGroups>;
   factor += ThreadY() * Pitch(kColumns);
   tile += 4 * ThreadX();
 #pragma unroll 1
-  for (uint32_t s = 0; s < count; s += 4) {
-    float4 f[kRows];
+  for (uint32_t s = 0; s < count; s += kStep) {
+    float4 f[kStep / 4][kRows];
 #pragma unroll
-    for (int32_t i = 0; i < kRows; ++i) {
-      f[i] = *reinterpret_cast<const float4*>(factor + 16 * i * Pitch(kColumns) + s);
+    for (int32_t c = 0; c < kStep / 4; ++c) {
+#pragma unroll
+      for (int32_t i = 0; i < kRows; ++i) {
+        f[c][i] = *reinterpret_cast<const float4*>(factor + 16 * i * Pitch(kColumns) + s + 4 * c);
+      }
     }
 #pragma unroll
     for (int32_t g = 0; g < kGroups; ++g) {
       if (g > 0 && 64 * g >= width) break;
 #pragma unroll
-      for (int32_t r = 0; r < 4; ++r) {
+      for (int32_t r = 0; r < kStep; ++r) {
         const float4 t = *reinterpret_cast<const float4*>(tile + (s + r) * Pitch(kWidth) + 64 * g);
 #pragma unroll
         for (int32_t i = 0; i < kRows; ++i) {
-          const float x = r == 0 ? f[i].x : r == 1 ? f[i].y : r == 2 ? f[i].z : f[i].w;
+          const float4 four = f[r / 4][i];
+          const float x = r % 4 == 0 ? four.x : r % 4 == 1 ? four.y : r % 4 == 2 ? four.z : four.w;
           sums[i][g].x = fmaf(x, t.x, sums[i][g].x);
           sums[i][g].y = fmaf(x, t.y, sums[i][g].y);
           sums[i][g].z = fmaf(x, t.z, sums[i][g].z);
