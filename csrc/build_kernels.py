@@ -3,6 +3,7 @@
     python csrc/build_kernels.py                                # all of them, into the installed package
     python csrc/build_kernels.py sm90_copy --target sm_90a      # one, in a second or a few
     python csrc/build_kernels.py sm90_copy --output build/x    # somewhere else
+    python csrc/build_kernels.py sm100_forward --loops         # also what sass.py finds in the machine code
 
 Each (kernel, target) gives `<kernel>.<target>.cubin` for the GPUs of that target and `<kernel>.<target>.ptx`, which the
 driver compiles for later GPUs and which the emulator runs; both come from one compilation. CMakeLists.txt calls this
@@ -26,6 +27,10 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+# Where PYTHONSAFEPATH is set, a script does not find the modules beside it.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import sass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,13 +220,18 @@ class Entry:
       registers: of a thread.
       stack_bytes: of a thread: spilled registers, and arrays that have an address.
       shared_bytes: of a CTA, without what a launch adds.
-      opcodes: how many instructions there are of each opcode.
+      code: the machine code.
     """
 
     registers: int
     stack_bytes: int
     shared_bytes: int
-    opcodes: collections.Counter[str]
+    code: tuple[sass.Instruction, ...]
+
+    @functools.cached_property
+    def opcodes(self) -> collections.Counter[str]:
+        """How often each opcode stands in the code; suffixes such as `.128` are left out."""
+        return collections.Counter(instruction.kind for instruction in self.code)
 
     @property
     def local_accesses(self) -> int:
@@ -229,28 +239,21 @@ class Entry:
         return self.opcodes["LDL"] + self.opcodes["STL"]
 
 
-def disassemble(cubin: bytes) -> dict[str, collections.Counter[str]]:
-    """How often each opcode stands in the machine code of each entry; suffixes such as `.128` are left out."""
+def disassemble(cubin: bytes) -> dict[str, tuple[sass.Instruction, ...]]:
+    """The machine code of each entry."""
     nvdisasm = _wheel_file("nvidia-cuda-nvdisasm", "nvdisasm")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [nvdisasm, "--print-code", "--no-dataflow", file.name]
-        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        run = subprocess.run([nvdisasm, "--print-code", file.name], capture_output=True, text=True, check=False)
     if run.returncode:
         raise BuildError(f"nvdisasm: {run.stderr.strip()}")
-    opcodes: dict[str, collections.Counter[str]] = {}
-    for line in run.stdout.splitlines():
-        if section := re.match(r'\s*\.section\s+\.text\.([^,"]+)', line):
-            of_section = opcodes[section[1]] = collections.Counter()
-        elif instruction := re.match(r"\s+/\*[0-9a-f]+\*/\s+(?:@\S+\s+)?([A-Z][A-Z0-9_]*)", line):
-            of_section[instruction[1]] += 1
-    return opcodes
+    return sass.parse(run.stdout)
 
 
 def entries_of(cubin: bytes, log: str) -> dict[str, Entry]:
     """What is known of every entry of a compiled source."""
-    opcodes = disassemble(cubin)
+    code = disassemble(cubin)
     entries = {}
     for part in log.split("Compiling entry function ")[1:]:
         name = part.split("'")[1]
@@ -258,14 +261,18 @@ def entries_of(cubin: bytes, log: str) -> dict[str, Entry]:
         stacks = re.findall(r"(\d+) bytes stack frame", part)
         registers = re.search(r"Used (\d+) registers", part)
         shared = re.search(r"(\d+) bytes smem", part)
-        if not registers or not stacks or not opcodes.get(name):
+        if not registers or not stacks or not code.get(name):
             raise BuildError(f"The tools' output says nothing of {name}; the compiler's log:\n{log}")
-        entries[name] = Entry(int(registers[1]), max(map(int, stacks)), int(shared[1]) if shared else 0, opcodes[name])
+        entries[name] = Entry(int(registers[1]), max(map(int, stacks)), int(shared[1]) if shared else 0, code[name])
     return entries
 
 
 def check_entries(entries: dict[str, Entry], kernel: Kernel, target: str) -> None:
-    """Raises BuildError if an entry uses local memory or lacks instructions that it should have."""
+    """Raises BuildError if an entry is not as it should be.
+
+    It must not use local memory, must have the instructions of the table of kernels, and no role of its warps may use
+    more registers than it is granted.
+    """
     faults = []
     for name, entry in entries.items():
         counts = ", ".join(f"{entry.opcodes[x]} {x}" for x in ("STL", "LDL", *kernel.instructions))
@@ -276,6 +283,16 @@ def check_entries(entries: dict[str, Entry], kernel: Kernel, target: str) -> Non
             )
         if missing := [x for x in kernel.instructions if not entry.opcodes[x]]:
             faults.append(f"{name} has no {' and no '.join(missing)} ({counts}).")
+        try:
+            roles = sass.roles_of(entry.code, entry.registers) if entry.opcodes["USETMAXREG"] else []
+        except ValueError as error:
+            faults.append(f"whether {name} has the registers that it uses cannot be told: {error}.")
+            continue
+        faults += [
+            f"{name} uses {role.used} registers after setmaxnreg has left {role.granted} (at {role.address:#x})."
+            for role in roles
+            if role.used > role.granted
+        ]
     if not entries:
         faults.append('there is no entry (an extern "C" __global__ function).')
     if faults:
@@ -347,6 +364,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--depfiles", action="store_true", help="also write what each cubin depends on, as <kernel>.<target>.d"
     )
     parser.add_argument(
+        "--loops", action="store_true", help="also print the registers of each entry's roles, and its loops"
+    )
+    parser.add_argument(
         "--list", action="store_true", help="only print all pairs of kernel and target, if the compiler is there"
     )
     options = parser.parse_args(arguments)
@@ -379,6 +399,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if options.depfiles:
                 (folder / f"{stem}.d").write_text(depfile(folder / f"{stem}.cubin", kernel))
             print(table(kernel, target, entries))
+            if options.loops:
+                for name, entry in entries.items():
+                    print(sass.table(name, entry.code, entry.registers))
     except BuildError as error:
         sys.exit(str(error))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shutil
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kernel_build import ROOT, SCRIPT, build_kernels
+from kernel_build import MODULES, ROOT, SCRIPT, build_kernels, sass
 
 import jax_fa4._native as extension
 
@@ -159,6 +160,263 @@ def test_names_that_differ_from_build_to_build_are_refused(tmp_path: Path) -> No
         build_kernels.build(kernel_of(tmp_path, source), "sm_80", tmp_path)
 
 
+# Warps of three roles, each with a loop; one waits in each turn, and does more if what it reads is positive.
+ROLES = """
+template <int kCount>
+__device__ __forceinline__ void Work(float* x, int n) {
+  float v[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) v[i] = x[i * 32];
+#pragma unroll 1
+  for (int j = 0; j < n; ++j) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) v[i] = v[i] * v[(i + 1) % kCount] + x[j];
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) x[i * 32] = v[i];
+}
+
+extern "C" __global__ void __launch_bounds__(384, 1) roles(float* x, int n) {
+  __shared__ unsigned long long barrier;
+  if (threadIdx.x < 128) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    const auto address = static_cast<unsigned>(__cvta_generic_to_shared(&barrier));
+    float sum = 0;
+#pragma unroll 1
+    for (int i = 0; i < n; ++i) {
+      asm volatile(
+          "{\\n"
+          ".reg .pred p;\\n"
+          "TRY: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\\n"
+          "@!p bra TRY;\\n"
+          "}" ::"r"(address), "r"(i & 1) : "memory");
+      const float y = x[i];
+      asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(sum) : "f"(sum + y));
+      if (y > 0) {
+#pragma unroll
+        for (int j = 0; j < 20; ++j) asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(sum) : "f"(sum));
+      }
+    }
+    x[n] = sum;
+  } else if (threadIdx.x < 256) {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 208;");
+    Work<100>(x + threadIdx.x, n);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
+    Work<60>(x + threadIdx.x, n);
+  }
+}
+"""
+
+
+@pytest.fixture(scope="module", params=["sm_90a", "sm_100f"])
+def roles(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """ROLES as an entry."""
+    root = tmp_path_factory.mktemp("roles")
+    return build_kernels.build(kernel_of(root, ROLES), request.param, root)[2]["roles"]
+
+
+def test_roles_and_their_registers(roles: Any) -> None:
+    found = sass.roles_of(roles.code, roles.registers)
+    assert found[0].address == 0
+    assert found[0].granted == roles.registers
+    used = {role.granted: role.used for role in found[1:]}
+    assert used.keys() == {40, 160, 208}
+    assert 0 < used[40] <= 40
+    assert 60 < used[160] <= 160
+    assert 100 < used[208] <= 208
+
+
+@pytest.mark.parametrize("granted", [40, 160, 208])
+def test_a_role_that_uses_more_registers_than_it_has_is_refused(roles: Any, granted: int) -> None:
+    used, address = next(
+        (x.used, x.address) for x in sass.roles_of(roles.code, roles.registers) if x.granted == granted
+    )
+    kernel = build_kernels.Kernel("kernel", "csrc/kernel.cu", TARGETS)
+
+    def check(registers: int) -> None:
+        """With another operand of the instruction that grants them."""
+        code = tuple(
+            dataclasses.replace(x, operands=re.sub(r"0x\w+$", hex(registers), x.operands))
+            if x.address == address
+            else x
+            for x in roles.code
+        )
+        build_kernels.check_entries({"roles": dataclasses.replace(roles, code=code)}, kernel, "sm_100f")
+
+    check(used)
+    with pytest.raises(BuildError) as error:
+        check(used - 1)
+    assert str(error.value) == (
+        f"kernel for sm_100f: roles uses {used} registers after setmaxnreg has left {used - 1} (at {address:#x})."
+    )
+
+
+def test_loops_and_the_ways_around_them(roles: Any) -> None:
+    loops = sass.loops_of(roles.code)
+    waiting = [loop for loop in loops if loop.longest.count("SYNCS")]
+    assert [(x.shortest.count("MUFU.EX2"), x.longest.count("MUFU.EX2")) for x in waiting] == [(1, 21)]
+    assert [(x.shortest.count("SYNCS"), x.longest.count("SYNCS")) for x in waiting] == [(1, 1)]
+    working = [loop for loop in loops if loop not in waiting]
+    assert all(loop.shortest == loop.longest for loop in working)
+    assert sorted((x.longest.count("FMUL"), x.longest.count("FADD")) for x in working) == [(60, 60), (100, 100)]
+
+
+def listing(text: str) -> tuple[Any, ...]:
+    """The instructions of an entry, as if nvdisasm had printed them; `4 FADD2` is four of them."""
+    lines = ['\t.section\t.text.entry,"ax",@progbits', "entry:"]
+    address = 0
+    for line in text.splitlines():
+        if label := re.fullmatch(r"\s*(\.L_\w+):", line):
+            lines.append(f"{label[1]}:")
+        elif instruction := re.fullmatch(r"\s*(?:(\d+) )?(\S.*)", line):
+            for _ in range(int(instruction[1] or 1)):
+                lines.append(f"        /*{address:04x}*/                   {instruction[2]} ;")
+                address += 16
+    return sass.parse("\n".join(lines))["entry"]
+
+
+def test_waits_count_once_wherever_they_lie() -> None:
+    (loop,) = sass.loops_of(
+        listing(
+            """
+            .L_loop:
+              SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R174+URZ], R99
+              @!P0 BRA `(.L_aside)
+            .L_back:
+              2 FADD R0, R1, R2
+            .L_within:
+              SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R174+URZ+0x8], R99
+              @!P0 BRA `(.L_within)
+              BRA.DIV UR4, `(.L_not_in_step)
+              SHFL.BFLY PT, R1, R2, 0x1, 0x1f
+            .L_in_step:
+              BRA.U !UP0, `(.L_loop)
+              EXIT
+            .L_aside:
+              MOV R4, UR65
+            .L_again:
+              SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R4+URZ], R99
+              @!P0 NANOSLEEP.SYNCS 0x989680
+              @!P0 BRA `(.L_again)
+              BRA `(.L_back)
+            .L_not_in_step:
+              WARPSYNC.COLLECTIVE R4, `(.L_shuffle)
+            .L_shuffle:
+              8 SHFL.BFLY PT, R1, R2, 0x1, 0x1f
+              BRA `(.L_in_step)
+            """
+        )
+    )
+    assert loop.longest == loop.shortest
+    counts = {kind: loop.longest.count(kind) for kind in ("SYNCS", "BRA", "FADD", "SHFL")}
+    assert counts == {"SYNCS": 2, "BRA": 4, "FADD": 2, "SHFL": 1}
+    assert loop.longest.instructions == 9
+
+
+def test_ways_around_loops_inside_loops() -> None:
+    outer, inner = sass.loops_of(
+        listing(
+            """
+              LDC R4, c[0x2][R3]
+            .L_loop:
+              BRX R4 -0x7c0 (*"BRANCH_TARGETS .L_one,.L_two,.L_three"*)
+            .L_one:
+              FADD R0, R1, R2
+            .L_two:
+              2 FMUL R0, R1, R2
+              @P1 EXIT
+              BRA `(.L_end)
+            .L_three:
+              R2UR UR4, R3
+            .L_inner:
+              4 MUFU.EX2 R0, R0
+              @!P0 BRA P1, `(.L_inner)
+            .L_end:
+              @P0 BRA `(.L_loop)
+              CALL.REL.NOINC `(.L_function)
+              EXIT
+            .L_function:
+              RET.REL.NODEC R4 `(entry)
+            """
+        )
+    )
+    assert (outer.address, inner.address) == (0x10, 0x80)
+    assert (outer.inner, inner.inner) == ({0x80}, frozenset())
+    assert inner.shortest == inner.longest
+    assert inner.longest.opcodes == {"MUFU.EX2": 4, "BRA": 1}
+    assert outer.shortest.opcodes == {"BRX": 1, "FMUL": 2, "EXIT": 1, "BRA": 2}
+    assert outer.longest.opcodes == {"BRX": 1, "R2UR": 1, "MUFU.EX2": 4, "BRA": 2}
+    assert outer.path(lambda x: (x.count("FADD"),)).opcodes == {"BRX": 1, "FADD": 1, "FMUL": 2, "EXIT": 1, "BRA": 2}
+
+
+def test_a_branch_to_an_unknown_place_is_refused() -> None:
+    entry = build_kernels.Entry(128, 0, 0, listing("USETMAXREG.DEALLOC.CTAPOOL 0x28\nBRX R4 -0x7c0"))
+    kernel = build_kernels.Kernel("kernel", "csrc/kernel.cu", TARGETS)
+    with pytest.raises(BuildError, match=r"entry .* cannot be told: nvdisasm does not say where BRX at 0x10 leads"):
+        build_kernels.check_entries({"entry": entry}, kernel, "sm_90a")
+
+
+def test_the_parts_of_attention_are_known_by_their_work() -> None:
+    code = listing(
+        """
+        .L_tasks:
+          8 UTCHMMA gdesc[UR8]
+        .L_mma:
+          @P0 BRA `(.L_whole)
+          40 STS.128 [R2], RZ
+        .L_whole:
+          48 UTCHMMA gdesc[UR8]
+          @P1 BRA `(.L_mma)
+          BRA.U UP0, `(.L_tasks)
+        .L_softmax:
+          2 LDTM.x32 R4, tmem[UR4]
+          @P0 BRA `(.L_unmasked)
+          64 FSEL R4, R4, -INF , P0
+        .L_unmasked:
+          57 MUFU.EX2 R4, R4
+          @P1 BRA `(.L_softmax)
+        .L_correction:
+          @P0 BRA `(.L_skipped)
+          4 LDTM.x16 R4, tmem[UR4]
+          32 FMUL2 R4, R4, R6
+          4 STTM.x16 tmem[UR4], R4
+        .L_skipped:
+          @P1 BRA `(.L_correction)
+          EXIT
+        """
+    )
+    parts = sass.key_blocks(sass.loops_of(code), 64, 64)
+    assert {part: (x.instructions, x.blocks) for part, x in parts.items()} == {
+        "softmax": (2 * (2 + 1 + 57 + 1), 1 / 2),
+        "softmax, masked": (2 * (2 + 1 + 64 + 57 + 1), 1 / 2),
+        "correction": (2 * (1 + 4 + 32 + 4 + 1), 1 / 2),
+        "MMA": ((1 + 48 + 1) / 2, 2),
+    }
+    assert parts["softmax"].each("MUFU.EX2") == 114
+    lines = sass.table("forward_float16_64_bounds", code, 128).splitlines()
+    assert lines[:2] == ["forward_float16_64_bounds", "  registers: 36 of 128 at 0x0"]
+    shown = [re.split(r"\s{2,}", line.strip()) for line in lines[2:]]
+    assert shown[0][:5] == ["loop", "part", "blocks of keys", "instructions", "official"]
+    assert ["MMA", "2", "50", "190", "48"] in [row[1:] for row in shown]
+    assert ["softmax, masked", "1/2", "125", "689", "57", "64", "2"] in [row[1:] for row in shown]
+
+
+def test_registers_of_wide_operands() -> None:
+    for text, registers in {
+        "LDTM.x32 R100, tmem[UR4]": 132,
+        "STTM.x16 tmem[UR4], R8": 24,
+        "FFMA2 R32, R64.F32x2.HI_LO, UR4.F32, R76.reuse.F32": 77,
+        "FADD2 R38, R22.F32x2.HI_LO, R36.F32x2.HI_LO": 40,
+        "LDG.E.128 R4, desc[UR6][R40.64]": 42,
+        "STS.128 [R20+0x10], R16": 21,
+        "IMAD.WIDE.U32 R14, R9, 0x4, R2": 16,
+        "UMOV UR65, 0x400": 0,
+    }.items():
+        (role,) = sass.roles_of(listing(f"{text}\nEXIT"), 255)
+        assert role.used == registers, text
+
+
 def test_depfile_names_every_header(tmp_path: Path) -> None:
     root = tmp_path / "a b"
     kernel = kernel_of(root, '#include "csrc/x.h"\n  #  include "csrc/y.h"\n' + SCALES)
@@ -181,7 +439,8 @@ def test_builds_are_the_same_in_every_folder_and_process(tmp_path: Path, kernel:
     built = []
     for name in ("one", "another/deeper"):
         root = tmp_path / name
-        for path in (SCRIPT.relative_to(ROOT), kernel.source, *build_kernels.headers_of(kernel.source, ROOT)):
+        modules = [module.relative_to(ROOT) for module in MODULES]
+        for path in (*modules, kernel.source, *build_kernels.headers_of(kernel.source, ROOT)):
             (root / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / path, root / path)
         command = [sys.executable, root / "csrc" / "build_kernels.py", kernel.name, "--target", target]
