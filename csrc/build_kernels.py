@@ -22,6 +22,7 @@ import functools
 import importlib.metadata
 import os
 import re
+import struct
 import subprocess
 import sys
 import tempfile
@@ -182,9 +183,26 @@ def compile_kernel(source: str, target: str, root: Path = ROOT) -> tuple[bytes, 
         if status or remarks:
             remarks = _with_source_lines(remarks, output("PTX").rstrip(b"\0").decode())
             raise BuildError(f"{source} for {target}:\n{remarks or library.nvrtcGetErrorString(status).decode()}")
-        return output("CUBIN"), output("PTX").rstrip(b"\0"), log
+        return without_ptx(output("CUBIN")), output("PTX").rstrip(b"\0"), log
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def without_ptx(cubin: bytes) -> bytes:
+    """The cubin with zeros, which take no room in a wheel, for the PTX that line information brings along.
+
+    The compiler has no option for that, and the PTX is a third of the compressed cubin; it is in a file of its own too.
+    The lines of the source that instructions come from stay.
+    """
+    result = bytearray(cubin)
+    # Of a 64-bit ELF file: where its section headers are, their size, their number, and which one names the others.
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, number, names = struct.unpack_from("<3H", cubin, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(number)]
+    for name, _, _, _, offset, length in headers:
+        if cubin[headers[names][4] + name :].partition(b"\0")[0].endswith(b".nv_debug_ptx_txt"):
+            result[offset : offset + length] = bytes(length)
+    return bytes(result)
 
 
 def _with_source_lines(remarks: str, ptx: str) -> str:

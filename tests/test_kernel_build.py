@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -415,6 +416,32 @@ def test_registers_of_wide_operands() -> None:
     }.items():
         (role,) = sass.roles_of(listing(f"{text}\nEXIT"), 255)
         assert role.used == registers, text
+
+
+def sections(cubin: bytes) -> dict[str, bytes]:
+    """The contents of an ELF file by the names of its sections."""
+    (start,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, number, names = struct.unpack_from("<3H", cubin, 0x3A)
+    headers = [struct.unpack_from("<II16xQQ", cubin, start + i * size) for i in range(number)]
+    # Of type 8 are those that have no contents in the file.
+    return {
+        cubin[headers[names][2] + name :].split(b"\0", 1)[0].decode(): b"" if kind == 8 else cubin[offset:][:length]
+        for name, kind, offset, length in headers
+    }
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_cubins_have_lines_of_the_source_and_no_ptx(tmp_path: Path, target: str) -> None:
+    kernel_of(tmp_path, SCALES)
+    cubin, ptx, _ = build_kernels.compile_kernel("csrc/kernel.cu", target, tmp_path)
+    of_name = sections(cubin)
+    texts = {name: text for name, text in of_name.items() if name.endswith(".nv_debug_ptx_txt")}
+    assert texts
+    assert all(len(text) > 500 and not any(text) for text in texts.values())
+    assert b"cvta.to.global" in ptx
+    assert b"cvta.to.global" not in cubin
+    assert b"kernel.cu\0" in of_name[".debug_line"]
+    assert any(of_name[".nv_debug_line_sass"])
 
 
 def test_depfile_names_every_header(tmp_path: Path) -> None:
