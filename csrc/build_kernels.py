@@ -5,10 +5,10 @@
     python csrc/build_kernels.py sm90_copy --output build/x    # somewhere else
     python csrc/build_kernels.py sm100_forward --loops         # also what sass.py finds in the machine code
 
-Each (kernel, target) gives `<kernel>.<target>.cubin` for the GPUs of that target and `<kernel>.<target>.ptx`, which the
-driver compiles for later GPUs and which the emulator runs; both come from one compilation. CMakeLists.txt calls this
-script for the wheel. It needs Linux and the pinned wheels below in the Python that runs it, but no CUDA toolkit and no
-GPU. Both files are the same bytes wherever and whenever they are built.
+Each (kernel, target) gives `<kernel>.<target>.cubin` for the GPUs of that target. `<kernel>.<target>.ptx`, which the
+driver compiles for later GPUs and which the emulator runs, comes from the same compilation (see `Kernel.ptx_targets`).
+CMakeLists.txt calls this script for the wheel. It needs Linux and the pinned wheels below in the Python that runs it,
+but no CUDA toolkit and no GPU. The files are the same bytes wherever and whenever they are built.
 """
 
 from __future__ import annotations
@@ -51,6 +51,21 @@ class Kernel:
     source: str
     targets: tuple[str, ...]
     instructions: tuple[str, ...] = ()
+
+    @property
+    def ptx_targets(self) -> tuple[str, ...]:
+        """The targets whose PTX is a file too.
+
+        Of those that later GPUs can run (sm_80, not sm_100f or sm_90a) that is the first alone: it serves all GPUs that
+        the others' would, and these would say the same.
+        """
+        first = next((target for target in self.targets if target[-1].isdigit()), None)
+        return tuple(target for target in self.targets if target == first or not target[-1].isdigit())
+
+    def files(self, target: str) -> tuple[str, ...]:
+        """The names of the files that are built for a target."""
+        kinds = ("cubin", "ptx") if target in self.ptx_targets else ("cubin",)
+        return tuple(f"{self.name}.{target}.{kind}" for kind in kinds)
 
 
 _SINCE_AMPERE = ("sm_80", "sm_90", "sm_100", "sm_120")
@@ -385,7 +400,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--loops", action="store_true", help="also print the registers of each entry's roles, and its loops"
     )
     parser.add_argument(
-        "--list", action="store_true", help="only print all pairs of kernel and target, if the compiler is there"
+        "--list", action="store_true", help="only print kernel, target and files of each, if the compiler is there"
     )
     options = parser.parse_args(arguments)
     if unknown := set(options.kernels) - set(names):
@@ -402,7 +417,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _nvrtc()
             _wheel_file("nvidia-cuda-nvdisasm", "nvdisasm")
             for kernel, target in pairs:
-                print(kernel.name, target)
+                print(kernel.name, target, *kernel.files(target))
             return
         folder = options.output or installed_folder()
         try:
@@ -412,8 +427,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for kernel, target in pairs:
             cubin, ptx, entries = build(kernel, target)
             stem = f"{kernel.name}.{target}"
-            (folder / f"{stem}.ptx").write_bytes(ptx)
-            (folder / f"{stem}.cubin").write_bytes(cubin)
+            # One of an earlier build must not stay.
+            (folder / f"{stem}.ptx").unlink(missing_ok=True)
+            for name, contents in zip(kernel.files(target), (cubin, ptx), strict=False):
+                (folder / name).write_bytes(contents)
             if options.depfiles:
                 (folder / f"{stem}.d").write_text(depfile(folder / f"{stem}.cubin", kernel))
             print(table(kernel, target, entries))
