@@ -72,6 +72,7 @@ _SINCE_AMPERE = ("sm_80", "sm_90", "sm_100", "sm_120")
 KERNELS = (
     Kernel("sm80_forward", "csrc/sm80/forward.cu", _SINCE_AMPERE),
     Kernel("sm80_backward", "csrc/sm80/backward.cu", _SINCE_AMPERE),
+    Kernel("sm100_forward", "csrc/sm100/forward.cu", ("sm_100f", "sm_103a"), ("UTCHMMA", "UTMALDG", "UTMASTG")),
     Kernel("sm90_copy", "csrc/sm90/copy.cu", ("sm_90a", "sm_100f", "sm_120"), ("UTMALDG", "UTMASTG")),
 )
 
