@@ -35,6 +35,8 @@ def backward_workspace_bytes(
 ) -> int: ...
 def forward_plan(
     compute_capability: tuple[int, int],
+    sm_count: int,
+    l2_bytes: int,
     arrays: list[tuple[str, list[int]]],
     band_low: int,
     band_high: int,

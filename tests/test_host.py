@@ -2,6 +2,7 @@
 
 import ctypes.util
 import os
+import math
 import re
 import shutil
 import struct
@@ -99,8 +100,9 @@ def backward_arrays(with_dlse=True, B=2, T=128, S=96, N=4, K=2, D=64, Dv=None, d
     return arrays | more | rest
 
 
-def forward_plan(arrays, capability=(9, 0), band=(-128, 96), softcap=0.0):
-    return extension.forward_plan(capability, [(d, list(s)) for d, s in arrays.values()], *band, softcap)
+def forward_plan(arrays, capability=(9, 0), band=(-128, 96), softcap=0.0, sm_count=148, l2_bytes=126 << 20):
+    given = [(d, list(s)) for d, s in arrays.values()]
+    return extension.forward_plan(capability, sm_count, l2_bytes, given, *band, softcap)
 
 
 def backward_plan(arrays, capability=(9, 0), band=(-128, 96), softcap=0.0, deterministic=True):
@@ -314,13 +316,316 @@ def test_softcap_must_be_positive(softcap):
 
 
 def test_no_kernel_says_why():
-    with pytest.raises(ValueError, match=r"no kernel can do this: .* capability 8\.0 or newer, and the GPU has 7\.5\."):
+    blackwell = "the Blackwell forward needs compute capability 10.0 or 10.3, and the GPU has"
+    plain = "the plain kernels need compute capability 8.0 or newer, and the GPU has 7.5."
+    with pytest.raises(ValueError, match=f"^{re.escape(f'no kernel can do this: {blackwell} 7.5; {plain}')}$"):
         forward_plan(forward_arrays(), capability=(7, 5))
-    with pytest.raises(ValueError, match=r"heads of width up to 256, and these have D 8 and Dv 257\."):
+    with pytest.raises(ValueError, match=f"^{re.escape(f'no kernel can do this: {plain}')}$"):
+        backward_plan(backward_arrays(), capability=(7, 5))
+    with pytest.raises(ValueError, match=r"9\.0; the plain .* of width up to 256, and these have D 8 and Dv 257\.$"):
         forward_plan(forward_arrays(D=8, Dv=257))
 
 
 @pytest.mark.parametrize(
+# ---- Plans of the Blackwell forward
+
+# Fields of `Parameters` in csrc/sm100/config.h: tensor maps, addresses, numbers.
+BLACKWELL_MAPS = ("query", "key", "value", "out")
+BLACKWELL_ADDRESSES = ("scale", "lower", "upper", "out_float", "lse", "lse_rounding")
+BLACKWELL_NUMBERS = (*NUMBERS[:-1], "packed_heads", "row_tasks", "head_tasks", "section", "last_first")
+
+WIDTHS = {"64": (64, 64), "96": (96, 96), "128": (128, 128), "192_128": (192, 128)}
+FULL = (-(1 << 30), 1 << 30)
+CAUSAL = (-(1 << 30), 1)
+
+
+def blackwell_plan(arrays, capability=(10, 0), **rest):
+    """The launch of the Blackwell forward; and its parameters: maps, addresses and numbers by name."""
+    (launch,) = forward_plan(arrays, capability, **rest)
+    assert launch["module"] == "sm100_forward"
+    assert launch["block"] == (512, 1, 1)
+    assert launch["cluster"] == (1, 1, 1)
+    data = launch["parameters"]
+    numbers_at = 128 * len(BLACKWELL_MAPS) + 8 * len(BLACKWELL_ADDRESSES)
+    assert len(data) == ceil(numbers_at + 4 * len(BLACKWELL_NUMBERS), 64) * 64
+    assert not any(data[:numbers_at])
+    maps = {BLACKWELL_MAPS[at // 128]: one for at, one in launch["tensor_maps"].items()}
+    for name, one in maps.items():
+        assert one["buffer"] == (name, 0)
+    addresses = {}
+    for at, (buffer, offset) in launch["addresses"].items():
+        assert offset == 0
+        addresses[BLACKWELL_ADDRESSES[(at - 128 * len(BLACKWELL_MAPS)) // 8]] = buffer
+    numbers = dict(zip(BLACKWELL_NUMBERS, struct.unpack_from("15if5i", data, numbers_at), strict=True))
+    return launch, maps, addresses, numbers
+
+
+def contiguous(shape):
+    """Dimensions and strides of a tensor map of an array of 16-bit elements."""
+    strides = [2 * math.prod(shape[i:]) for i in range(1, len(shape))]
+    return {"dims": tuple(reversed(shape)), "strides": tuple(reversed(strides))}
+
+
+def test_blackwell_plan():
+    lead = {"query": 2, "key": 1, "value": 3, "scale": 6}
+    arrays = forward_arrays(B=6, T=300, S=77, N=24, K=4, D=40, Dv=56, dtype="float16", bounds=3, lead=lead)
+    launch, maps, addresses, numbers = blackwell_plan(arrays, band=(-7, 9), softcap=30.0)
+    assert launch["kernel"] == "forward_float16_64_softcap"
+    assert numbers == {
+        "batch": 6,
+        "rows": 300,
+        "keys": 77,
+        "heads": 24,
+        "kv_heads": 4,
+        "width": 40,
+        "value_width": 56,
+        "query_batch": 2,
+        "key_batch": 1,
+        "value_batch": 3,
+        "scale_batch": 6,
+        "lower_batch": 3,
+        "upper_batch": 3,
+        "band_low": -7,
+        "band_high": 9,
+        "softcap": 30.0,
+        "packed_heads": 2,  # of a group of 6
+        "row_tasks": 3,  # of 600 packed rows
+        "head_tasks": 72,
+        "section": 128,  # as all 72 packs fit in the cache
+        "last_first": 1,
+    }
+    assert launch["grid"] == (3 * 72, 1, 1)
+    assert addresses == {name: name for name in ("scale", "lower", "upper", "lse", "lse_rounding")}
+    queries, keys = {"box": (64, 2, 64, 1)}, {"box": (64, 1, 128, 1)}
+    for name, box in (("query", queries), ("key", keys), ("value", keys), ("out", queries)):
+        assert maps[name] == {"buffer": (name, 0)} | contiguous(arrays[name][1]) | box
+
+
+def test_blackwell_out_may_be_float32():
+    launch, maps, addresses, _ = blackwell_plan(forward_arrays(out_dtype="float32"))
+    assert launch["kernel"] == "forward_bfloat16_64_full"
+    assert set(maps) == {"query", "key", "value"}
+    assert addresses == {"scale": "scale", "out_float": "out", "lse": "lse", "lse_rounding": "lse_rounding"}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("D", "Dv", "widths"),
+    [
+        (8, 8, "64"),
+        (64, 64, "64"),
+        (72, 64, "96"),
+        (64, 72, "96"),
+        (80, 80, "96"),
+        (96, 96, "96"),
+        (104, 8, "128"),
+        (8, 104, "128"),
+        (128, 128, "128"),
+        (136, 128, "192_128"),
+        (192, 8, "192_128"),
+        (192, 128, "192_128"),
+    ],
+)
+def test_widths_of_the_blackwell_forward(dtype, D, Dv, widths):
+    launch, maps, _, numbers = blackwell_plan(forward_arrays(D=D, Dv=Dv, dtype=dtype))
+    assert launch["kernel"] == f"forward_{dtype}_{widths}_full"
+    assert (numbers["width"], numbers["value_width"]) == (D, Dv)
+    assert [maps[name]["dims"][0] for name in ("query", "key", "value", "out")] == [D, D, Dv, Dv]
+    # Two tiles of Q and the ring of K and V, of panels of 16 KiB, fit in what a CTA may have.
+    panels = [ceil(width, 64) for width in WIDTHS[widths]]
+    assert (2 * panels[0] + 2 * max(panels)) << 14 < launch["dynamic_shared_bytes"] <= 227 << 10
+
+
+@pytest.mark.parametrize(
+    ("group", "packed"), [(1, 1), (2, 2), (3, 1), (4, 4), (6, 2), (8, 8), (12, 4), (128, 128), (256, 128), (384, 128)]
+)
+def test_heads_of_a_group_are_packed(group, packed):
+    for K in (1, 2, 3):
+        _, maps, _, numbers = blackwell_plan(forward_arrays(B=5, T=200, N=group * K, K=K))
+        assert numbers["packed_heads"] == packed
+        assert numbers["row_tasks"] == ceil(200 * packed, 256)
+        assert numbers["head_tasks"] == 5 * group * K // packed
+        assert maps["query"]["box"] == maps["out"]["box"] == (64, packed, 128 // packed, 1)
+        assert maps["key"]["box"] == maps["value"]["box"] == (64, 1, 128, 1)
+
+
+@pytest.mark.parametrize(
+    ("band", "bounds", "softcap", "kind"),
+    [
+        ((-128, 96), None, 0.0, "full"),
+        ((-127, 96), None, 0.0, "full"),  # row 127 sees key 0, row 0 sees key 95
+        (FULL, None, 0.0, "full"),
+        ((-126, 96), None, 0.0, "bounds"),
+        ((-127, 95), None, 0.0, "bounds"),
+        (CAUSAL, None, 0.0, "bounds"),
+        ((-128, 96), 1, 0.0, "bounds"),
+        (FULL, None, 15.0, "softcap"),
+        (CAUSAL, None, 15.0, "softcap"),
+        ((-128, 96), 2, 15.0, "softcap"),
+    ],
+)
+def test_kinds_of_the_blackwell_forward(band, bounds, softcap, kind):
+    launch, _, addresses, numbers = blackwell_plan(forward_arrays(bounds=bounds), band=band, softcap=softcap)
+    assert launch["kernel"] == f"forward_bfloat16_64_{kind}"
+    assert ("lower" in addresses) == ("upper" in addresses) == (bounds is not None)
+    assert numbers["last_first"] == (kind != "full")
+
+
+LLAMA_8B = {"B": 1, "T": 8192, "S": 8192, "N": 32, "K": 8, "D": 128}
+LLAMA_70B = LLAMA_8B | {"T": 32768, "S": 32768, "N": 64}
+VIT = {"T": 197, "S": 197, "N": 16, "K": 16, "D": 64}
+MLA = {"B": 2, "T": 4096, "S": 4096, "N": 128, "K": 128, "D": 192, "Dv": 128}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "band", "kernel", "packed", "row_tasks", "head_tasks", "section", "grid"),
+    [
+        # Keys and values of a head have 4 MiB, of which 31 fit in the cache; but there are 8.
+        (LLAMA_8B, CAUSAL, "128_bounds", 4, 128, 8, 8, 1024),
+        (LLAMA_8B, FULL, "128_full", 4, 128, 8, 1, 148),
+        # 16 MiB: 7 fit.
+        (LLAMA_70B, CAUSAL, "128_bounds", 8, 1024, 8, 4, 8192),
+        (VIT | {"B": 8}, FULL, "64_full", 1, 1, 128, 1, 128),
+        (VIT | {"B": 64}, FULL, "64_full", 1, 1, 1024, 1, 148),
+        # 2.5 MiB: 50 fit.
+        (MLA, CAUSAL, "192_128_bounds", 1, 16, 256, 32, 4096),
+    ],
+)
+def test_schedules_of_models(sizes, band, kernel, packed, row_tasks, head_tasks, section, grid):
+    launch, _, _, numbers = blackwell_plan(forward_arrays(**sizes), band=band)
+    assert launch["kernel"] == f"forward_bfloat16_{kernel}"
+    assert [numbers[name] for name in ("packed_heads", "row_tasks", "head_tasks", "section")] == [
+        *(packed, row_tasks, head_tasks, section)
+    ]
+    assert launch["grid"] == (grid, 1, 1)
+
+
+@pytest.mark.parametrize("sm_count", [1, 132, 148, 160])
+def test_grids_follow_the_multiprocessors(sm_count):
+    for B in (1, 19, 20, 41):  # of 4 packs of heads and 2 tasks of rows
+        arrays = forward_arrays(B=B, T=512, N=4, K=4)
+        launch, _, _, numbers = blackwell_plan(arrays, band=FULL, sm_count=sm_count)
+        assert (launch["grid"], numbers["section"]) == ((min(8 * B, sm_count), 1, 1), 1)
+        assert blackwell_plan(arrays, band=CAUSAL, sm_count=sm_count)[0]["grid"] == (8 * B, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("l2_bytes", "section"),
+    [(0, 1), (1 << 20, 1), ((3 << 20) - 1, 1), (3 << 20, 2), (6 << 20, 4), (50 << 20, 32), (126 << 20, 64)],
+)
+def test_sections_follow_the_cache(l2_bytes, section):
+    # Keys and values of a head have 1.5 MiB. There are 40 packs of heads.
+    arrays = forward_arrays(B=5, T=256, S=4096, N=16, K=8, D=128, Dv=64)
+    assert blackwell_plan(arrays, band=CAUSAL, l2_bytes=l2_bytes)[3]["section"] == section
+
+
+MOST_ROWS = (1 << 31) - 256
+# So many heads that the plain kernels refuse too, and the reasons are seen.
+MANY = 1 << 26
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ({"dtype": "float32", "D": 257}, "float16 and bfloat16, and these are float32"),
+        ({"D": 264}, "heads of D up to 192 and Dv up to 128, and these have D 264 and Dv 264"),
+        (
+            {"D": 192, "Dv": 136, "N": MANY},
+            "heads of D up to 192 and Dv up to 128, and these have D 192 and Dv 136",
+        ),
+        ({"D": 60, "Dv": 64, "N": MANY}, "heads whose widths are multiples of 8, and these have D 60 and Dv 64"),
+        ({"D": 64, "Dv": 1, "N": MANY}, "heads whose widths are multiples of 8, and these have D 64 and Dv 1"),
+        (
+            {"T": (1 << 24) - 1, "N": MANY, "K": MANY // 128},
+            "up to 2147483392 rows times packed heads, and these are 16777215 times 128",
+        ),
+        ({"S": MOST_ROWS + 1, "N": MANY}, "up to 2147483392 keys, and these are 2147483393"),
+        (
+            {"B": 16, "T": 513, "S": 1, "N": MANY, "K": MANY},
+            "up to 2147483647 tasks of 256 packed rows, and these are 3 for each of 1073741824 packs of heads",
+        ),
+        (
+            {"T": 128, "N": MANY},
+            "less than 2^40 bytes in a batch element, and those of `query` have 1099511627776",
+        ),
+        (
+            {"T": 1, "S": 128, "N": MANY, "K": MANY},
+            "less than 2^40 bytes in a batch element, and those of `key` have 1099511627776",
+        ),
+        (
+            {"T": 1, "S": 128, "N": MANY, "K": MANY, "D": 8, "Dv": 64},
+            "less than 2^40 bytes in a batch element, and those of `value` have 1099511627776",
+        ),
+        (
+            {"T": 128, "N": MANY, "D": 8, "Dv": 64},
+            "less than 2^40 bytes in a batch element, and those of `out` have 1099511627776",
+        ),
+    ],
+)
+def test_the_blackwell_forward_says_why_not(sizes, reason):
+    arrays = forward_arrays(**{"B": 1, "T": 2, "S": 3, "K": 1} | sizes)
+    with pytest.raises(
+        ValueError, match=f"^{re.escape(f'no kernel can do this: the Blackwell forward takes {reason}; ')}"
+    ):
+        forward_plan(arrays, (10, 0), band=(-4, 4))
+
+
+@pytest.mark.parametrize(
+    ("does", "does_not"),
+    [
+        ({"dtype": "float16"}, {"dtype": "float32"}),
+        ({"dtype": "float16", "out_dtype": "float32"}, {"dtype": "float32"}),
+        ({"D": 192, "Dv": 128}, {"D": 200, "Dv": 128}),
+        ({"D": 192, "Dv": 128}, {"D": 192, "Dv": 136}),
+        ({"D": 64}, {"D": 65}),
+        ({"D": 64, "Dv": 72}, {"D": 64, "Dv": 68}),
+        ({"T": MOST_ROWS, "D": 8}, {"T": MOST_ROWS + 1, "D": 8}),
+        ({"T": MOST_ROWS // 128, "N": 128, "D": 8}, {"T": MOST_ROWS // 128 + 1, "N": 128, "D": 8}),
+        ({"S": MOST_ROWS}, {"S": MOST_ROWS + 1}),
+        ({"T": (1 << 20) - 1, "N": 1 << 13}, {"T": 1 << 20, "N": 1 << 13}),
+        ({"S": (1 << 20) - 1, "N": 1 << 13, "K": 1 << 13}, {"S": 1 << 20, "N": 1 << 13, "K": 1 << 13}),
+        # The copy engine does not write it.
+        (
+            {"T": 1 << 20, "N": 1 << 13, "D": 8, "Dv": 64, "out_dtype": "float32"},
+            {"T": 1 << 20, "N": 1 << 13, "D": 8, "Dv": 64},
+        ),
+    ],
+)
+def test_what_the_blackwell_forward_cannot_do_the_plain_one_does(does, does_not):
+    modules = []
+    for sizes in (does, does_not):
+        (launch,) = forward_plan(forward_arrays(**{"B": 1, "N": 1, "K": 1} | sizes), (10, 0), band=(-4, 4))
+        modules.append(launch["module"])
+    assert modules == ["sm100_forward", "sm80_forward"]
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_tasks_of_the_blackwell_forward_are_counted_in_31_bits(full):
+    sizes = {"T": 1, "S": 2, "D": 8}
+    band = FULL if full else CAUSAL
+    most = forward_arrays(B=1, N=(1 << 31) - 1, K=(1 << 31) - 1, **sizes)
+    launch, _, _, numbers = blackwell_plan(most, band=band)
+    assert numbers["row_tasks"] * numbers["head_tasks"] == (1 << 31) - 1
+    assert launch["grid"] == (148 if full else (1 << 31) - 1, 1, 1)
+    with pytest.raises(ValueError, match=r"a grid of 2147483648 CTAs, and a grid has at most 2\^31 - 1"):
+        forward_plan(forward_arrays(B=8, N=1 << 28, K=1 << 28, **sizes), (10, 0), band=band)
+
+
+@pytest.mark.parametrize(
+    ("capability", "serves"),
+    [
+        *(((8, 0), False), ((8, 9), False), ((9, 0), False), ((10, 0), True), ((10, 1), False), ((10, 3), True)),
+        *(((11, 0), False), ((12, 0), False), ((12, 1), False)),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_each_pass_has_its_own_kernels(capability, serves, dtype):
+    (forward,) = forward_plan(forward_arrays(dtype=dtype), capability)
+    assert forward["module"] == ("sm100_forward" if serves and dtype != "float32" else "sm80_forward")
+    backward = backward_plan(backward_arrays(dtype=dtype), capability)
+    assert [launch["module"] for launch in backward] == ["sm80_backward"] * 3
+
+
     ("dtype", "rows", "columns", "box", "boxes"),
     [("float32", 33, 36, 32, 2 * 2), ("bfloat16", 1, 8, 64, 1), ("int32", 70, 100, 32, 3 * 4)],
 )
@@ -547,7 +852,7 @@ WRITE_ALL = """
 """
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "sm_103", "sm_120"])
 def test_emulated_call_is_attention(target):
     arrays = operands()
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
@@ -613,6 +918,106 @@ def test_operands_may_not_be_written(kernels, strict):
 def test_access_beyond_a_result_ends_the_call(kernels):
     write_kernel(kernels, "if (threadIdx.x == 0) out[p.batch * p.rows * p.heads * p.value_width] = 1;")
     with pytest.raises(jax.errors.JaxRuntimeError, match="the emulator reports"):
+# A stand-in for the Blackwell forward: out becomes query, through the copy engine; lse is scale times the sum of a
+# row of query, lse_rounding that of the key and the value of that position that the head uses. Sums are weighted, so
+# that the order within a row matters.
+_BLACKWELL_STAND_IN = """
+#include "csrc/ptx/copy.h"
+#include "csrc/ptx/mbarrier.h"
+#include "csrc/sm100/config.h"
+using namespace jax_fa4;
+
+void Load(void* box, const TensorMap* map, int column, int head, int position, int batch, uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cta.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4, %5}], [%6];"
+      :: "l"(__cvta_generic_to_shared(box)), "l"(map), "r"(column), "r"(head), "r"(position), "r"(batch),
+         "l"(__cvta_generic_to_shared(barrier)) : "memory");
+}
+
+void Store(const TensorMap* map, int column, int head, int position, int batch, const void* box) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];"
+      :: "l"(map), "r"(column), "r"(head), "r"(position), "r"(batch), "l"(__cvta_generic_to_shared(box)) : "memory");
+}
+
+// Of all columns of a row, padding too.
+float Sum(const unsigned char* tile, int row) {
+  float sum = 0;
+  for (int column = 0; column < 128; ++column) {
+    const int byte = row * 128 + ((column % 64 * 2) ^ (row % 8 * 16));
+    const unsigned short bits = *reinterpret_cast<const unsigned short*>(tile + column / 64 * 16384 + byte);
+    sum += (column + 1) * __uint_as_float(static_cast<unsigned>(bits) << 16);
+  }
+  return sum;
+}
+
+extern "C" __global__ void forward_bfloat16_96_full(const __grid_constant__ sm100::Parameters p) {
+  extern __shared__ __align__(1024) unsigned char tiles[];  // of query, key and value; then a barrier
+  constexpr int kTile = sm100::TileBytes(96);
+  uint64_t* barrier = reinterpret_cast<uint64_t*>(tiles + 3 * kTile);
+  const int packs = p.heads / p.packed_heads, batch = blockIdx.x / packs;
+  const int head = blockIdx.x % packs * p.packed_heads, kv_head = head / (p.heads / p.kv_heads);
+  if (threadIdx.x == 0) {
+    ptx::mbarrier_init(barrier, 1);
+    ptx::fence_mbarrier_init();
+    ptx::mbarrier_arrive_expect_tx(barrier, 3 * kTile);
+    for (int panel = 0; panel < sm100::Panels(96); ++panel) {
+      unsigned char* box = tiles + panel * 16384;
+      Load(box, &p.query, 64 * panel, head, 0, batch % p.query_batch, barrier);
+      Load(box + kTile, &p.key, 64 * panel, kv_head, 0, batch % p.key_batch, barrier);
+      Load(box + 2 * kTile, &p.value, 64 * panel, kv_head, 0, batch % p.value_batch, barrier);
+    }
+  }
+  __syncthreads();
+  while (!ptx::mbarrier_try_wait_parity(barrier, 0)) {
+  }
+  const int row = threadIdx.x, position = row / p.packed_heads;
+  if (position < p.rows) {
+    const int index = (batch * p.rows + position) * p.heads + head + row % p.packed_heads;
+    p.lse[index] = p.scale[batch % p.scale_batch] * Sum(tiles, row);
+    p.lse_rounding[index] = Sum(tiles + kTile, position) + Sum(tiles + 2 * kTile, position);
+  }
+  if (threadIdx.x == 0) {
+    for (int panel = 0; panel < sm100::Panels(96); ++panel) {
+      Store(&p.out, 64 * panel, head, 0, batch, tiles + panel * 16384);
+    }
+    ptx::cp_async_bulk_commit_group();
+    ptx::cp_async_bulk_wait_group_read<0>();
+  }
+}
+"""
+
+
+@pytest.mark.parametrize(("target", "build"), [("sm_100", "sm_100f"), ("sm_103", "sm_103a")])
+def test_parameters_of_the_blackwell_forward_reach_the_kernel(kernels, target, build):
+    directory, reread = kernels
+    for arch in ("sm_100f", "sm_103a"):
+        ptx = compile_ptx(_BLACKWELL_STAND_IN, arch, (f"-I{ROOT}", "--device-as-default-execution-space"))
+        (directory / f"sm100_forward.{arch}.ptx").write_text(ptx)
+    reread()
+    B, T, S, N, K, D = 4, 9, 11, 12, 2, 72
+    random = np.random.default_rng(0)
+    shapes = ((2, T, N, D), (1, S, K, D), (4, S, K, D))
+    query, key, value = (random.integers(-8, 9, shape).astype(np.float32) for shape in shapes)
+    scale, none = np.float32([1, 2, 4, 8]), np.zeros(0, np.int32)
+    results = [jax.ShapeDtypeStruct((B, T, N, D), jnp.bfloat16)] + [jax.ShapeDtypeStruct((B, T, N), jnp.float32)] * 2
+    attributes = ATTRIBUTES | {"band_low": np.int32(-T), "band_high": np.int32(S), "target": target}
+    native.emulator()
+    call = jax.ffi.ffi_call("jax_fa4_emulated_forward_v1", results)
+    first = extension.next_emulated_launch()
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        operands = (*(jnp.asarray(x, jnp.bfloat16) for x in (query, key, value)), scale, none, none)
+        out, lse, rounding = jax.block_until_ready(jax.jit(lambda *x: call(*x, **attributes))(*operands))
+    (launch,) = extension.emulated_launches(first)
+    assert (launch.target, launch.grid) == (build, [B * N // 2, 1, 1])
+    query, key = np.tile(query, (2, 1, 1, 1)), np.tile(key, (4, 1, 1, 1))
+    np.testing.assert_array_equal(out.astype(np.float32), query)
+    weights = np.arange(1, D + 1)
+    np.testing.assert_array_equal(lse, scale[:, None, None] * (query @ weights))
+    sums = ((key + value) @ weights)[:, :T]
+    np.testing.assert_array_equal(rounding, np.repeat(sums, N // K, axis=2))
+
+
         emulated_forward(*operands(), strict=False)
 
 
@@ -644,7 +1049,7 @@ def test_a_damaged_kernel_file_is_named(kernels, text, sentence):
 @pytest.mark.parametrize(
     ("attributes", "sentence"),
     [
-        ({"target": "sm_75"}, "the attribute `target` must be one of sm_80, sm_90, sm_100, sm_120, not sm_75."),
+        ({"target": "sm_75"}, "the attribute `target` must be one of sm_80, sm_90, sm_100, sm_103, sm_120, not sm_75."),
         ({"band_low": None}, "the attribute `band_low` must be an int32"),
         ({"band_high": np.int64(6)}, "the attribute `band_high` must be an int32"),
         ({"softcap": np.float64(0)}, "the attribute `softcap` must be a float32"),

@@ -139,15 +139,21 @@ void AddHostBindings(nb::module_& m) {
   m.def(
       "forward_plan",
       [](std::pair<int, int> compute_capability,
+         int sm_count,
+         uint64_t l2_bytes,
          const ArrayList& arrays,
          int32_t band_low,
          int32_t band_high,
          float softcap) {
-        return PlanFor(compute_capability, arrays, [&](auto all, const Device& device) {
+        return PlanFor(compute_capability, arrays, [&](auto all, Device device) {
+          device.sm_count = sm_count;
+          device.l2_bytes = l2_bytes;
           return ForwardPlan(all, {band_low, band_high, softcap}, device);
         });
       },
       nb::arg("compute_capability"),
+      nb::arg("sm_count"),
+      nb::arg("l2_bytes"),
       nb::arg("arrays"),
       nb::arg("band_low"),
       nb::arg("band_high"),

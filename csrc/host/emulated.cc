@@ -20,10 +20,11 @@ struct EmulatedGpu {
   std::string_view target;
   Device device;
 };
-// Multiprocessors and caches of an A100, an H200, a B200 and an RTX 5090.
+// Multiprocessors and caches of an A100, an H200, a B200, a B300 and an RTX 5090.
 constexpr EmulatedGpu kGpus[] = {{"sm_80", {8, 0, 108, 40 << 20}},
                                  {"sm_90", {9, 0, 132, 50 << 20}},
                                  {"sm_100", {10, 0, 148, 126 << 20}},
+                                 {"sm_103", {10, 3, 148, 126 << 20}},
                                  {"sm_120", {12, 0, 170, 96 << 20}}};
 
 // Where buffers lie for kernels: far from null, and with a gap behind each, so that an index that

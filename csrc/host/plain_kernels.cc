@@ -1,6 +1,7 @@
 #include <algorithm>
-#include <cstring>
+#include <cstddef>
 #include <limits>
+#include <utility>
 
 #include "csrc/host/problem.h"
 #include "csrc/sm80/config.h"
@@ -35,31 +36,21 @@ int32_t CompiledWidth(const Problem& problem) {
   return 0;
 }
 
-Launch NewLaunch(const Problem& problem, bool is_backward) {
+// A launch of `kernel` of the forward or the backward.
+Launch PlainLaunch(const Problem& problem,
+                   bool is_backward,
+                   std::string kernel,
+                   int64_t ctas,
+                   uint32_t dynamic_shared_bytes) {
   Parameters parameters = {};
-  parameters.batch = problem.batch;
-  parameters.rows = problem.rows;
-  parameters.keys = problem.keys;
-  parameters.heads = problem.heads;
-  parameters.kv_heads = problem.kv_heads;
-  parameters.width = problem.width;
-  parameters.value_width = problem.value_width;
-  parameters.query_batch = problem.query_batch;
-  parameters.key_batch = problem.key_batch;
-  parameters.value_batch = problem.value_batch;
-  parameters.scale_batch = problem.scale_batch;
-  parameters.lower_batch = problem.lower_batch;
-  parameters.upper_batch = problem.upper_batch;
-  parameters.band_low = problem.attributes.band_low;
-  parameters.band_high = problem.attributes.band_high;
-  parameters.softcap = problem.attributes.softcap;
   parameters.out_is_float = problem.out_dtype == "float32";
-
-  Launch launch;
-  launch.module = is_backward ? "sm80_backward" : "sm80_forward";
-  launch.block = {kThreads, 1, 1};
-  launch.parameters.resize(sizeof(parameters));
-  std::memcpy(launch.parameters.data(), &parameters, sizeof(parameters));
+  Launch launch = NewLaunch(problem,
+                            is_backward ? "sm80_backward" : "sm80_forward",
+                            std::move(kernel),
+                            ctas,
+                            kThreads,
+                            dynamic_shared_bytes,
+                            parameters);
   const auto add = [&](size_t at, int buffer) {
     launch.addresses.push_back({static_cast<uint32_t>(at), buffer, 0});
   };
@@ -77,55 +68,48 @@ Launch NewLaunch(const Problem& problem, bool is_backward) {
 
 }  // namespace
 
-std::string WhyNot(const Problem& problem, const Device& device) {
-  if (device.major < 8) {
+std::string WhyNot(const Problem& problem) {
+  if (problem.device.major < 8) {
     return "the plain kernels need compute capability 8.0 or newer, and the GPU has " +
-           std::to_string(device.major) + "." + std::to_string(device.minor) + ".";
+           std::to_string(problem.device.major) + "." + std::to_string(problem.device.minor);
   }
   if (CompiledWidth(problem) == 0) {
     return "the plain kernels take heads of width up to " +
            std::to_string(kWidths[std::size(kWidths) - 1]) + ", and these have D " +
-           std::to_string(problem.width) + " and Dv " + std::to_string(problem.value_width) + ".";
+           std::to_string(problem.width) + " and Dv " + std::to_string(problem.value_width);
   }
   const int64_t most = std::numeric_limits<uint32_t>::max();  // of a stride from row to row
   const int64_t width = std::max(problem.width, problem.value_width);
   if (problem.heads * width > most) {
     return "the plain kernels take up to " + std::to_string(most) +
            " elements in all heads of a row, and these have " + std::to_string(problem.heads) +
-           " heads of width " + std::to_string(width) + ".";
+           " heads of width " + std::to_string(width);
   }
   return "";
 }
 
 std::vector<Launch> ForwardLaunches(const Problem& problem) {
   const int32_t width = CompiledWidth(problem);
-  Launch launch = NewLaunch(problem, false);
-  launch.kernel = "forward_" + std::string(problem.dtype) + "_" + std::to_string(width);
-  launch.grid = Grid(Tiles(problem.rows, ForwardTile(width).rows) * problem.heads * problem.batch);
-  launch.dynamic_shared_bytes = ForwardSharedBytes(width);
-  return {launch};
+  return {PlainLaunch(problem,
+                      false,
+                      "forward_" + std::string(problem.dtype) + "_" + std::to_string(width),
+                      Tiles(problem.rows, ForwardTile(width).rows) * problem.heads * problem.batch,
+                      ForwardSharedBytes(width))};
 }
 
 std::vector<Launch> BackwardLaunches(const Problem& problem) {
   const int32_t width = CompiledWidth(problem);
-  const std::string dtype(problem.dtype);
-  const std::string suffix = dtype + "_" + std::to_string(width);
+  const int64_t heads = int64_t{problem.heads} * problem.batch,
+                kv_heads = int64_t{problem.kv_heads} * problem.batch;
+  const std::string dtype(problem.dtype), suffix = dtype + "_" + std::to_string(width);
   const Tile tile = BackwardTile(width);
-
-  Launch delta = NewLaunch(problem, true);
-  delta.kernel = "backward_delta_" + dtype;
-  delta.grid = Grid(Tiles(int64_t{problem.rows} * problem.heads * problem.batch, kThreads / 32));
-
-  Launch query = NewLaunch(problem, true);
-  query.kernel = "backward_query_" + suffix;
-  query.grid = Grid(Tiles(problem.rows, tile.rows) * problem.heads * problem.batch);
-  query.dynamic_shared_bytes = BackwardSharedBytes(width);
-
-  Launch key = NewLaunch(problem, true);
-  key.kernel = "backward_key_" + suffix;
-  key.grid = Grid(Tiles(problem.keys, tile.keys) * problem.kv_heads * problem.batch);
-  key.dynamic_shared_bytes = BackwardSharedBytes(width);
-  return {delta, query, key};
+  const uint32_t bytes = BackwardSharedBytes(width);
+  const auto launch = [&](const std::string& kernel, int64_t ctas, uint32_t shared_bytes) {
+    return PlainLaunch(problem, true, "backward_" + kernel, ctas, shared_bytes);
+  };
+  return {launch("delta_" + dtype, Tiles(problem.rows * heads, kThreads / 32), 0),
+          launch("query_" + suffix, Tiles(problem.rows, tile.rows) * heads, bytes),
+          launch("key_" + suffix, Tiles(problem.keys, tile.keys) * kv_heads, bytes)};
 }
 
 // `delta`.

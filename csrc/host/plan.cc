@@ -119,7 +119,7 @@ class Arrays {
 };
 
 // Checks what the forward and the backward have in common.
-Problem Checked(const Arrays& arrays, const ForwardAttributes& attributes) {
+Problem Checked(const Arrays& arrays, const ForwardAttributes& attributes, const Device& device) {
   const Array &query = arrays["query"], &key = arrays["key"], &value = arrays["value"],
               &out = arrays["out"];
   if (query.dtype != "float16" && query.dtype != "bfloat16" && query.dtype != "float32") {
@@ -133,6 +133,7 @@ Problem Checked(const Arrays& arrays, const ForwardAttributes& attributes) {
                 width = query.dims[3], keys = key.dims[1], kv_heads = key.dims[2],
                 value_width = value.dims[3];
   Problem problem;
+  problem.device = device;
   problem.dtype = query.dtype;
   problem.query_batch = arrays.ExpectRows("query", query.dtype, batch, {rows, heads, width});
   problem.key_batch = arrays.ExpectRows("key", query.dtype, batch, {keys, kv_heads, width});
@@ -178,23 +179,23 @@ Problem Checked(const Arrays& arrays, const ForwardAttributes& attributes) {
   return problem;
 }
 
-// A family of kernels. Which one serves a call is decided by the order of this table: the first
-// that can do it.
-struct Family {
-  std::string (*why_not)(const Problem&, const Device&);
-  std::vector<Launch> (*forward)(const Problem&);
-  std::vector<Launch> (*backward)(const Problem&);
+// Kernels for a pass. The first of a table that can do it is used.
+struct Kernels {
+  std::string (*why_not)(const Problem&);
+  std::vector<Launch> (*launches)(const Problem&);
 };
-constexpr Family kFamilies[] = {{&sm80::WhyNot, &sm80::ForwardLaunches, &sm80::BackwardLaunches}};
+constexpr Kernels kForwards[] = {{&sm100::WhyNot, &sm100::ForwardLaunches},
+                                 {&sm80::WhyNot, &sm80::ForwardLaunches}};
+constexpr Kernels kBackwards[] = {{&sm80::WhyNot, &sm80::BackwardLaunches}};
 
-const Family& Choose(const Problem& problem, const Device& device) {
+std::vector<Launch> Launches(std::span<const Kernels> table, const Problem& problem) {
   std::string reasons;
-  for (const Family& family : kFamilies) {
-    const std::string reason = family.why_not(problem, device);
-    if (reason.empty()) return family;
-    reasons += (reasons.empty() ? "" : " ") + reason;
+  for (const Kernels& kernels : table) {
+    const std::string reason = kernels.why_not(problem);
+    if (reason.empty()) return kernels.launches(problem);
+    reasons += (reasons.empty() ? "" : "; ") + reason;
   }
-  Refuse("no kernel can do this: " + reasons);
+  Refuse("no kernel can do this: " + reasons + ".");
 }
 
 }  // namespace
@@ -211,9 +212,9 @@ Plan ForwardPlan(std::span<const Array> all,
                  const ForwardAttributes& attributes,
                  const Device& device) {
   const Arrays arrays(all, kForwardOperands, kForwardResults);
-  const Problem problem = Checked(arrays, attributes);
+  const Problem problem = Checked(arrays, attributes, device);
   Plan plan{arrays.Buffers(), {}};
-  plan.launches = Choose(problem, device).forward(problem);
+  plan.launches = Launches(kForwards, problem);
   return plan;
 }
 
@@ -221,7 +222,7 @@ Plan BackwardPlan(std::span<const Array> all,
                   const BackwardAttributes& attributes,
                   const Device& device) {
   const Arrays arrays(all, kBackwardOperands, kBackwardResults);
-  Problem problem = Checked(arrays, attributes);
+  Problem problem = Checked(arrays, attributes, device);
   problem.attributes.deterministic = attributes.deterministic;
   const int64_t batch = problem.batch, rows = problem.rows, keys = problem.keys,
                 heads = problem.heads, kv_heads = problem.kv_heads, width = problem.width,
@@ -241,7 +242,7 @@ Plan BackwardPlan(std::span<const Array> all,
   const uint64_t workspace = BackwardWorkspaceBytes(
       batch, rows, keys, heads, kv_heads, width, value_width, problem.dtype == "float32" ? 4 : 2);
   arrays.ExpectArray("workspace", "uint8", {static_cast<int64_t>(workspace)});
-  plan.launches = Choose(problem, device).backward(problem);
+  plan.launches = Launches(kBackwards, problem);
   return plan;
 }
 
