@@ -1,8 +1,9 @@
 """The host path of the kernels: plans, the choice of a kernel file, the driver's absence, and emulated calls."""
 
+import ast
 import ctypes.util
-import os
 import math
+import os
 import re
 import shutil
 import struct
@@ -326,7 +327,6 @@ def test_no_kernel_says_why():
         forward_plan(forward_arrays(D=8, Dv=257))
 
 
-@pytest.mark.parametrize(
 # ---- Plans of the Blackwell forward
 
 # Fields of `Parameters` in csrc/sm100/config.h: tensor maps, addresses, numbers.
@@ -626,6 +626,7 @@ def test_each_pass_has_its_own_kernels(capability, serves, dtype):
     assert [launch["module"] for launch in backward] == ["sm80_backward"] * 3
 
 
+@pytest.mark.parametrize(
     ("dtype", "rows", "columns", "box", "boxes"),
     [("float32", 33, 36, 32, 2 * 2), ("bfloat16", 1, 8, 64, 1), ("int32", 70, 100, 32, 3 * 4)],
 )
@@ -760,14 +761,44 @@ int Init(unsigned) { return INIT; }
 int Name(int, const char** text) { *text = "CUDA_ERROR_NO_DEVICE"; return 0; }
 int Text(int, const char** text) { *text = "no CUDA-capable device is detected"; return 0; }
 int Other() { return 999; }
+int Count(int* count) { *count = 1; return 0; }
+int Get(int* gpu, int) { *gpu = 7; return 0; }
+int GpuName(char* name, int, int) { std::strcpy(name, "some GPU"); return 0; }
+int Memory(unsigned long long* bytes, int) { *bytes = 1ull << 38; return 0; }
+int Attribute(int* value, int attribute, int gpu) {
+  *value = gpu != 7          ? 0
+           : attribute == 16 ? 160       // multiprocessors
+           : attribute == 38 ? 50 << 20  // L2 cache
+           : attribute == 75 ? 10        // compute capability
+           : attribute == 76 ? 3
+                             : 0;
+  return 0;
+}
 int cuGetProcAddress_v2(const char* name, void** address, int, unsigned long long, int*) {
   *address = !std::strcmp(name, "cuInit") ? (void*)&Init : !std::strcmp(name, "cuGetErrorName") ? (void*)&Name
            : !std::strcmp(name, "cuGetErrorString") ? (void*)&Text
+           : !std::strcmp(name, "cuDeviceGetCount") ? (void*)&Count : !std::strcmp(name, "cuDeviceGet") ? (void*)&Get
+           : !std::strcmp(name, "cuDeviceGetName") ? (void*)&GpuName
+           : !std::strcmp(name, "cuDeviceTotalMem") ? (void*)&Memory
+           : !std::strcmp(name, "cuDeviceGetAttribute") ? (void*)&Attribute
            : !std::strcmp(name, MISSING) ? nullptr : (void*)&Other;
   return 0;
 }
 }
 """
+
+
+def with_driver(folder, script, version=13000, init=0, missing=""):
+    """What a Python script prints where this driver is found."""
+    (folder / "driver.cc").write_text(_DRIVER)
+    defines = (f"-DVERSION={version}", f"-DINIT={init}", f'-DMISSING="{missing}"')
+    compile_it = ["c++", "-shared", "-fPIC", *defines, "driver.cc", "-o", "libcuda.so.1"]
+    subprocess.run(compile_it, cwd=folder, check=True)
+    environment = os.environ | {"LD_LIBRARY_PATH": str(folder), "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script], env=environment, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler for a driver to test with")
@@ -780,16 +811,17 @@ int cuGetProcAddress_v2(const char* name, void** address, int, unsigned long lon
     ],
 )
 def test_unusable_driver_is_said(tmp_path, version, init, missing, why_not):
-    (tmp_path / "driver.cc").write_text(_DRIVER)
-    defines = (f"-DVERSION={version}", f"-DINIT={init}", f'-DMISSING="{missing}"')
-    compile_it = ["c++", "-shared", "-fPIC", *defines, "driver.cc", "-o", "libcuda.so.1"]
-    subprocess.run(compile_it, cwd=tmp_path, check=True)
     script = "import jax_fa4._native as n; i = n.cuda_driver_info(); print(i['why_not'], i['cuda_version'], i['gpus'])"
-    environment = os.environ | {"LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", script], env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip().endswith(f"{why_not} ({version // 1000}, {version % 1000 // 10}) []")
+    printed = with_driver(tmp_path, script, version, init, missing)
+    assert printed.endswith(f"{why_not} ({version // 1000}, {version % 1000 // 10}) []")
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler for a driver to test with")
+def test_gpus_are_described(tmp_path):
+    info = with_driver(tmp_path, "import jax_fa4._native as n; print(n.cuda_driver_info())")
+    gpu = {"compute_capability": (10, 3), "sm_count": 160, "l2_bytes": 50 << 20}
+    gpu |= {"name": "some GPU", "memory_bytes": 1 << 38}
+    assert ast.literal_eval(info) == {"why_not": None, "cuda_version": (13, 0), "gpus": [gpu]}
 
 
 def test_cuda_targets_have_their_stages_and_emulated_ones_the_same_names():
@@ -886,38 +918,6 @@ def test_emulator_runs_the_build_of_the_gpu(kernels):
     assert [x.target for x in extension.emulated_launches(first)] == ["sm_80", "sm_90", "sm_90"]
 
 
-def test_what_a_kernel_leaves_unwritten_is_nan(kernels):
-    write_kernel(kernels, "if (blockIdx.x == 0 && threadIdx.x == 0) out[0] = 1;")
-    out, lse, rounding = emulated_forward(*operands())
-    assert out[0, 0, 0, 0] == 1
-    for array in (out.ravel()[1:], lse, rounding):
-        assert np.isnan(array).all()
-
-
-def test_races_end_a_strict_call(kernels):
-    write_kernel(kernels, f"if (blockIdx.x == 0) {{ {WRITE_ALL} }} else if (threadIdx.x == 0) out[1] = blockIdx.x;")
-    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
-        emulated_forward(*operands())
-    message = str(caught.value)
-    assert "jax_fa4_emulated_forward_v1: the emulator reports about the kernel forward_float32_64" in message
-    assert "race" in message
-    first = extension.next_emulated_launch()
-    out, _, _ = emulated_forward(*operands(), strict=False)
-    assert out[0, 0, 0, 0] == 2 * operands()[0][0, 0, 0, 0]
-    (launch,) = extension.emulated_launches(first)
-    assert {x.kind for x in launch.reports} == {"race"}
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_operands_may_not_be_written(kernels, strict):
-    write_kernel(kernels, "if (threadIdx.x == 0) query[0] = 1;")
-    with pytest.raises(jax.errors.JaxRuntimeError, match="query"):
-        emulated_forward(*operands(), strict=strict)
-
-
-def test_access_beyond_a_result_ends_the_call(kernels):
-    write_kernel(kernels, "if (threadIdx.x == 0) out[p.batch * p.rows * p.heads * p.value_width] = 1;")
-    with pytest.raises(jax.errors.JaxRuntimeError, match="the emulator reports"):
 # A stand-in for the Blackwell forward: out becomes query, through the copy engine; lse is scale times the sum of a
 # row of query, lse_rounding that of the key and the value of that position that the head uses. Sums are weighted, so
 # that the order within a row matters.
@@ -1018,6 +1018,38 @@ def test_parameters_of_the_blackwell_forward_reach_the_kernel(kernels, target, b
     np.testing.assert_array_equal(rounding, np.repeat(sums, N // K, axis=2))
 
 
+def test_what_a_kernel_leaves_unwritten_is_nan(kernels):
+    write_kernel(kernels, "if (blockIdx.x == 0 && threadIdx.x == 0) out[0] = 1;")
+    out, lse, rounding = emulated_forward(*operands())
+    assert out[0, 0, 0, 0] == 1
+    for array in (out.ravel()[1:], lse, rounding):
+        assert np.isnan(array).all()
+
+
+def test_races_end_a_strict_call(kernels):
+    write_kernel(kernels, f"if (blockIdx.x == 0) {{ {WRITE_ALL} }} else if (threadIdx.x == 0) out[1] = blockIdx.x;")
+    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+        emulated_forward(*operands())
+    message = str(caught.value)
+    assert "jax_fa4_emulated_forward_v1: the emulator reports about the kernel forward_float32_64" in message
+    assert "race" in message
+    first = extension.next_emulated_launch()
+    out, _, _ = emulated_forward(*operands(), strict=False)
+    assert out[0, 0, 0, 0] == 2 * operands()[0][0, 0, 0, 0]
+    (launch,) = extension.emulated_launches(first)
+    assert {x.kind for x in launch.reports} == {"race"}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_operands_may_not_be_written(kernels, strict):
+    write_kernel(kernels, "if (threadIdx.x == 0) query[0] = 1;")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="query"):
+        emulated_forward(*operands(), strict=strict)
+
+
+def test_access_beyond_a_result_ends_the_call(kernels):
+    write_kernel(kernels, "if (threadIdx.x == 0) out[p.batch * p.rows * p.heads * p.value_width] = 1;")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="the emulator reports"):
         emulated_forward(*operands(), strict=False)
 
 
