@@ -1061,6 +1061,16 @@ def test_a_kernel_that_is_missing_is_named(kernels):
         emulated_forward(*operands())
 
 
+def test_a_build_without_the_blackwell_forward_serves_other_gpus(kernels):
+    write_kernel(kernels, "if (blockIdx.x == 0 && threadIdx.x == 0) out[0] = 1;", name="forward_bfloat16_64")
+    halves = [jnp.asarray(x, jnp.bfloat16) for x in operands()[:3]]
+    for target in ("sm_80", "sm_90", "sm_120"):
+        assert emulated_forward(*halves, *operands()[3:], target=target)[0][0, 0, 0, 0] == 1
+    for target in ("sm_100", "sm_103"):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="the kernels sm100_forward were not built"):
+            emulated_forward(*halves, *operands()[3:], target=target)
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
