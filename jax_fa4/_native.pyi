@@ -65,6 +65,7 @@ class EmulatedLaunch:
     dynamic_shared_bytes: int
     instructions: int
     reports: list[Any]
+    trace: Trace | None
 
 def plans_executed() -> int: ...
 def next_emulated_launch() -> int: ...

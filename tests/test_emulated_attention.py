@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import attention_vectors
 import jax
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import CASES, Case, Sizes, operands
+from nvrtc import compile_ptx
 from suite import AttentionSuite, masked
 
 from jax_fa4 import CHECKPOINT_NAMES, attention, emulated, native, why_not
@@ -46,7 +47,7 @@ def arguments(choice: Mapping[str, Any] = CHOICE, dtype: str = "float32") -> dic
     return operands(SIZES, dtype, rng) | masked(SIZES, choice, rng)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize("arch", get_args(emulated.implementation.Arch))
 def test_every_gpu(arch: emulated.implementation.Arch) -> None:
     """The builds for each GPU, each with its own scheduler seed."""
     with emulated.options(arch=arch, seed=int(arch[3:])) as run:
@@ -54,7 +55,8 @@ def test_every_gpu(arch: emulated.implementation.Arch) -> None:
         kernels = [launch.kernel for launch in run.launches]
         assert kernels[0].startswith("forward_float32")
         assert [kernel.split("_")[1] for kernel in kernels[1:]] == ["delta", "query", "key"]
-        assert {launch.target.rstrip("af") for launch in run.launches} == {arch}
+        # A B300 runs what is built for a B200, but for kernels with a build of their own.
+        assert {launch.target.rstrip("af") for launch in run.launches} == {{"sm_103": "sm_100"}.get(arch, arch)}
         assert all(not launch.reports for launch in run.launches)
 
 
@@ -84,6 +86,11 @@ def test_options_are_in_the_key_of_jit_caches() -> None:
             targets += [launch.target for launch in run.launches]
     assert [target.rstrip("af") for target in targets] == ["sm_90", "sm_100", "sm_90"]
     assert call._cache_size() == 2
+    for others in ({"seed": 1}, {"mode": "relaxed"}, {"trace": True}, {"sm_count": 3}):
+        before = call._cache_size()
+        with emulated.options(**others):
+            jax.block_until_ready(call(**arrays))
+        assert call._cache_size() == before + 1, others
 
 
 def test_launches_are_those_of_the_block() -> None:
@@ -97,18 +104,127 @@ def test_launches_are_those_of_the_block() -> None:
     assert len(outer.launches) == 2
 
 
+def test_launches_carry_a_trace_if_asked_to() -> None:
+    """What is recorded changes nothing; another seed interleaves warps in another way."""
+    arrays = operands(SIZES, "float32", np.random.default_rng(0))
+    call = functools.partial(attention, **arrays, is_causal=True, implementation="emulated")
+    found = []
+    for options in ({"trace": False}, {"trace": True}, {"trace": True}, {"trace": True, "seed": 1}):
+        with emulated.options(**options) as run:
+            out = np.asarray(call())
+            (launch,) = run.launches
+        found.append((out, launch.instructions, launch.trace))
+    plain, *traced = found
+    assert plain[2] is None
+    for out, _, trace in traced:
+        np.testing.assert_array_equal(out, plain[0])
+        assert trace.missing == 0
+        lives = [event for event in trace.events if event.kind == "warp"]
+        ctas, warps = np.prod(launch.grid), np.prod(launch.block) // 32
+        assert len({event.cta for event in lives}) == ctas
+        assert len(lives) == ctas * warps
+        assert not any(event.open for event in trace.events)
+        assert {"barrier"} <= {event.name for event in trace.events if event.kind == "wait"}
+    first, again, other = (trace.chrome_json() for _, _, trace in traced)
+    assert plain[1] == traced[0][1]
+    assert first == again != other
+
+
+def most_at_a_time(trace: Any) -> int:
+    """The most CTAs that were there at one time."""
+    lives: dict[Any, list[int]] = {}
+    for event in trace.events:
+        if event.kind == "warp":
+            start, end = lives.get(event.cta, (event.start, event.end))
+            lives[event.cta] = [min(start, event.start), max(end, event.end)]
+    return max(sum(start <= at < end for start, end in lives.values()) for at, _ in lives.values())
+
+
+@pytest.mark.parametrize("sm_count", [1, np.int32(3)])
+def test_a_smaller_gpu_has_fewer_ctas_at_a_time(sm_count: int) -> None:
+    arrays = operands(SIZES, "float32", np.random.default_rng(0))
+    call = jax.jit(functools.partial(attention, is_causal=True, implementation="emulated"))
+    want = call(**arrays)
+    with emulated.options(sm_count=sm_count, trace=True) as run:
+        np.testing.assert_array_equal(call(**arrays), want)
+        (launch,) = run.launches
+    assert np.prod(launch.grid) > 3
+    assert most_at_a_time(launch.trace) == sm_count
+
+
+@pytest.mark.slow
+def test_the_memory_of_traces_is_bounded(tmp_path: Path) -> None:
+    """The traces of the record have room for 2^21 events, and each holds the first 2^20 of its launch."""
+    source = """
+      #include "csrc/sm80/config.h"
+      extern "C" __global__ void forward_float32_64(const __grid_constant__ jax_fa4::sm80::Parameters) {
+        if (blockIdx.x == 0) for (int i = 0; i < 1 << 17; ++i) __syncthreads();
+      }"""
+    include = f"-I{Path(__file__).parents[1]}"
+    ptx = compile_ptx(source, "sm_80", (include, "--device-as-default-execution-space"))
+    (tmp_path / "sm80_forward.sm_80.ptx").write_text(ptx)
+    arrays = operands(SIZES, "float32", np.random.default_rng(0))
+    call = functools.partial(attention, **arrays, implementation="emulated")
+    try:
+        native.extension().set_kernel_directory(str(tmp_path))
+        with emulated.options(arch="sm_80", trace=True) as run:
+            jax.block_until_ready(call())
+            (first,) = run.launches
+            for _ in range(2):
+                jax.block_until_ready(call())
+            launches = run.launches
+    finally:
+        native.extension().set_kernel_directory(str(Path(native.extension().__file__).parent / "kernels"))
+    assert [launch.trace is None for launch in launches] == [True, False, False]
+    assert all(launch.trace.missing > 0 for launch in launches[1:])
+    # Who holds a launch holds its trace.
+    assert (first.id, first.kernel, first.instructions) == (
+        launches[0].id,
+        launches[0].kernel,
+        launches[0].instructions,
+    )
+    assert first.trace.missing == launches[1].trace.missing
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"arch": "sm_70"}, "arch must be one of 'sm_80', 'sm_90', 'sm_100', 'sm_120', but got 'sm_70'."),
+        ({"arch": "sm_70"}, "arch must be one of 'sm_80', 'sm_90', 'sm_100', 'sm_103', 'sm_120', but got 'sm_70'."),
         ({"mode": "lax"}, "mode must be one of 'strict', 'relaxed', but got 'lax'."),
         ({"seed": -1}, "seed must be an integer from 0 to 2^63 - 1, but got -1."),
         ({"seed": True}, "seed must be an integer from 0 to 2^63 - 1, but got True."),
+        ({"trace": 1}, "trace must be True or False, but got 1."),
+        ({"sm_count": 0}, "sm_count must be an integer from 1 to 2^16, or None, but got 0."),
+        ({"sm_count": True}, "sm_count must be an integer from 1 to 2^16, or None, but got True."),
+        ({"sm_count": 1.5}, "sm_count must be an integer from 1 to 2^16, or None, but got 1.5."),
+        ({"sm_count": 65537}, "sm_count must be an integer from 1 to 2^16, or None, but got 65537."),
     ],
 )
 def test_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"), emulated.options(**options):
         pass
+
+
+@pytest.mark.parametrize(
+    ("attributes", "sentence"),
+    [
+        ({"sm_count": np.int32(0)}, "the attribute `sm_count` must be from 1 to 65536, not 0."),
+        ({"sm_count": np.int32(65537)}, "the attribute `sm_count` must be from 1 to 65536, not 65537."),
+        ({"sm_count": np.int64(1)}, "the attribute `sm_count` must be an int32"),
+        ({"trace": np.int32(1)}, "the attribute `trace` must be a bool"),
+    ],
+)
+def test_wrong_attributes_of_a_call_are_refused(attributes: dict[str, Any], sentence: str) -> None:
+    """A program may hold attributes that `options` would not have let through; those that may be left out, too."""
+    native.emulator()
+    x = np.arange(128, dtype=np.float32).reshape(4, 32)
+    call = jax.ffi.ffi_call("jax_fa4_emulated_tensor_copy_v1", jax.ShapeDtypeStruct(x.shape, x.dtype))
+    always = {"target": "sm_90", "strict": True, "seed": np.int64(0)}
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        np.testing.assert_array_equal(call(x, **always), x)
+        np.testing.assert_array_equal(call(x, **always, trace=True, sm_count=np.int32(7)), x)
+        with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(sentence)):
+            call(x, **always, **attributes)
 
 
 def test_tables_that_are_missing_or_damaged_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,7 +195,8 @@ void AddHostBindings(nb::module_& m) {
       .def_ro("block", &EmulatedLaunch::block)
       .def_ro("dynamic_shared_bytes", &EmulatedLaunch::dynamic_shared_bytes)
       .def_ro("instructions", &EmulatedLaunch::instructions)
-      .def_ro("reports", &EmulatedLaunch::reports);
+      .def_ro("reports", &EmulatedLaunch::reports)
+      .def_prop_ro("trace", [](const EmulatedLaunch& self) { return self.trace; });
   m.def("plans_executed",
         &PlansExecuted,
         "How many plans the driver has executed in this process; replays of captured ones do not "

@@ -61,17 +61,40 @@ std::shared_ptr<const emulator::Program> Load(const KernelFile& file, const std:
 }
 
 constexpr size_t kRemembered = 100'000;
+constexpr size_t kTraceEvents = 1 << 20;  // of a launch, later ones are only counted
+constexpr size_t kRememberedEvents = 2 * kTraceEvents;
 
 std::mutex record_mutex;
 uint64_t next_launch = 0;
 std::deque<std::shared_ptr<const EmulatedLaunch>>& record =
     *new std::deque<std::shared_ptr<const EmulatedLaunch>>;
 
+// Launches of the record that have a trace, from the oldest on, and the events of all.
+std::deque<uint64_t>& traced = *new std::deque<uint64_t>;
+size_t remembered_events = 0;
+
+// The oldest trace makes room. Whoever holds the launch keeps it: the record gets a copy without.
+void ForgetTrace() {
+  auto& launch = record[traced.front() - record.front()->id];
+  remembered_events -= launch->trace->events().size();
+  EmulatedLaunch copy = *launch;
+  copy.trace = nullptr;
+  launch = std::make_shared<const EmulatedLaunch>(std::move(copy));
+  traced.pop_front();
+}
+
 void Record(EmulatedLaunch launch) {
   const std::lock_guard lock(record_mutex);
   launch.id = next_launch++;
+  if (launch.trace != nullptr) {
+    traced.push_back(launch.id);
+    remembered_events += launch.trace->events().size();
+  }
   record.push_back(std::make_shared<const EmulatedLaunch>(std::move(launch)));
-  if (record.size() > kRemembered) record.pop_front();
+  while (remembered_events > kRememberedEvents) ForgetTrace();
+  if (record.size() <= kRemembered) return;
+  if (record.front()->trace != nullptr) ForgetTrace();
+  record.pop_front();
 }
 
 }  // namespace
@@ -89,8 +112,7 @@ const Device& EmulatedDevice(std::string_view target) {
 void ExecuteEmulated(const Plan& plan,
                      const Device& device,
                      std::span<void* const> buffers,
-                     bool strict,
-                     uint64_t seed) {
+                     const EmulationOptions& options) {
   if (!emulator::TablesAreLoaded()) {
     throw std::runtime_error("the tables of approximate functions are not loaded.");
   }
@@ -131,11 +153,13 @@ void ExecuteEmulated(const Plan& plan,
       std::memcpy(emulated.parameters.data() + one.at, bytes.data(), bytes.size());
     }
     emulated.buffers = memory;
-    emulator::Options options;
-    options.seed = seed;
-    options.strict = strict;
-    options.sm_count = static_cast<uint32_t>(device.sm_count);
-    emulator::Machine machine(std::move(emulated), std::move(options));
+    emulator::Options how;
+    how.seed = options.seed;
+    how.strict = options.strict;
+    how.sm_count = static_cast<uint32_t>(device.sm_count);
+    how.trace = options.trace;
+    how.max_trace_events = kTraceEvents;
+    emulator::Machine machine(std::move(emulated), std::move(how));
     const std::vector<emulator::Report>& reports = machine.Run();
     Record({0,
             launch.module,
@@ -146,11 +170,12 @@ void ExecuteEmulated(const Plan& plan,
             launch.block,
             launch.dynamic_shared_bytes,
             machine.instructions_executed(),
-            reports});
+            reports,
+            machine.trace()});
     bool failed = false;
     std::string texts;
     for (const emulator::Report& report : reports) {
-      failed = failed || strict || report.fatal;
+      failed = failed || options.strict || report.fatal;
       texts += "\n\n" + report.Text();
     }
     if (failed) {

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "csrc/emulator/report.h"
+#include "csrc/emulator/trace.h"
 #include "csrc/host/plan.h"
 
 namespace jax_fa4 {
@@ -20,6 +21,12 @@ namespace jax_fa4 {
 // others.
 const Device& EmulatedDevice(std::string_view target);
 
+struct EmulationOptions {
+  bool strict = true;
+  uint64_t seed = 0;   // of the scheduler
+  bool trace = false;  // whether launches record what happens in them
+};
+
 // Runs the launches of a plan for `device`, whose buffers lie at `buffers`. Results hold NaNs
 // first, so that what a kernel leaves unwritten shows, and operands are not to be written. In
 // strict mode any report ends the call, else a fatal one: with std::runtime_error, which holds the
@@ -27,8 +34,7 @@ const Device& EmulatedDevice(std::string_view target);
 void ExecuteEmulated(const Plan& plan,
                      const Device& device,
                      std::span<void* const> buffers,
-                     bool strict,
-                     uint64_t seed);
+                     const EmulationOptions& options);
 
 // A launch that has ended.
 struct EmulatedLaunch {
@@ -38,11 +44,14 @@ struct EmulatedLaunch {
   uint32_t dynamic_shared_bytes = 0;
   uint64_t instructions = 0;
   std::vector<emulator::Report> reports;
+  std::shared_ptr<const emulator::Trace> trace;  // null where none was recorded
 };
 
 // The id that the next launch will get.
 uint64_t NextEmulatedLaunch();
-// Launches from that id on. Only the last hundred thousand of the process are remembered.
+// Launches from that id on. Only the last hundred thousand of the process are remembered, and their
+// traces only as long as those of later launches leave room: all together hold two million events
+// (some 400 MB) at most, and one that is older has lost its trace.
 std::vector<std::shared_ptr<const EmulatedLaunch>> EmulatedLaunches(uint64_t first);
 
 }  // namespace jax_fa4

@@ -16,6 +16,8 @@ namespace {
 
 namespace ffi = xla::ffi;
 
+constexpr int32_t kMostMultiprocessors = 1 << 16;  // that the emulator takes
+
 // The attributes of a call, each of which has to be taken once.
 class Attributes {
  public:
@@ -31,6 +33,12 @@ class Attributes {
     names_ += (names_.empty() ? "" : ", ") + std::string(name);
     ++taken_;
     return *value;
+  }
+
+  // An attribute that may be left out.
+  template <typename T>
+  T Take(const char* name, const char* type, T otherwise) {
+    return dictionary_.contains(name) ? Take<T>(name, type) : otherwise;
   }
 
   void Finish() const {
@@ -156,13 +164,21 @@ ffi::Error OnEmulator(ffi::RemainingArgs operands,
   return Guard(Operation::kEmulatedName, [&] {
     Attributes attributes(dictionary);
     const Operation operation(attributes);
-    const Device& device = EmulatedDevice(attributes.Take<std::string_view>("target", "a string"));
-    const bool strict = attributes.Take<bool>("strict", "a bool");
-    const uint64_t seed = static_cast<uint64_t>(attributes.Take<int64_t>("seed", "an int64"));
+    Device device = EmulatedDevice(attributes.Take<std::string_view>("target", "a string"));
+    EmulationOptions options;
+    options.strict = attributes.Take<bool>("strict", "a bool");
+    options.seed = static_cast<uint64_t>(attributes.Take<int64_t>("seed", "an int64"));
+    options.trace = attributes.Take<bool>("trace", "a bool", false);
+    device.sm_count = attributes.Take<int32_t>("sm_count", "an int32", device.sm_count);
     attributes.Finish();
+    if (device.sm_count < 1 || device.sm_count > kMostMultiprocessors) {
+      throw std::invalid_argument("the attribute `sm_count` must be from 1 to " +
+                                  std::to_string(kMostMultiprocessors) + ", not " +
+                                  std::to_string(device.sm_count) + ".");
+    }
     const Buffers buffers(operands, results, Operation::kResults);
     const Plan plan = operation.MakePlan(buffers.arrays, device);
-    ExecuteEmulated(plan, device, buffers.addresses, strict, seed);
+    ExecuteEmulated(plan, device, buffers.addresses, options);
   });
 }
 

@@ -16,7 +16,9 @@ namespace jax_fa4 {
 //
 // Operands and results are listed in plan.h. Attributes: band_low, band_high (int32) and softcap
 // (float32) of the forward; of the backward also deterministic (bool); of emulated targets also
-// target (string: the GPU), strict (bool) and seed (int64).
+// target (string: the GPU), strict (bool) and seed (int64), and two that may be left out: sm_count
+// (int32: the GPU's multiprocessors, if it is to have others than its target) and trace (bool:
+// whether launches record one).
 struct CallTarget {
   const char* platform;
   const char* name;

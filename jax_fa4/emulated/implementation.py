@@ -18,7 +18,7 @@ from jax import Array, lax
 from jax_fa4 import cuda, native
 from jax_fa4 import problem as spec
 
-Arch = Literal["sm_80", "sm_90", "sm_100", "sm_120"]
+Arch = Literal["sm_80", "sm_90", "sm_100", "sm_103", "sm_120"]
 Mode = Literal["strict", "relaxed"]
 _PLATFORM = "implementation='emulated' runs on the CPU, but this is for the platform '{platform}'."
 
@@ -28,6 +28,8 @@ class _Options:
     arch: Arch = "sm_100"
     mode: Mode = "strict"
     seed: int = 0
+    trace: bool = False
+    sm_count: int | None = None
 
 
 # Part of the key of jit's caches: what was traced under other options is traced again.
@@ -49,25 +51,39 @@ class Emulation:
     def launches(self) -> list[Any]:
         """The launches of the whole process, whatever thread called, that have ended, in that order.
 
-        Each has `kernel`, `module`, `target`, `grid`, `block`, `cluster`, `instructions` and `reports`. JAX runs
-        asynchronously: inside of the block, wait for results (`jax.block_until_ready`) before you look.
+        Each has `kernel`, `module`, `target`, `grid`, `block`, `cluster`, `instructions`, `reports` and `trace`. JAX
+        runs asynchronously: inside of the block, wait for results (`jax.block_until_ready`) before you look.
+
+        A trace has `events`, the first 2^20 of its launch, `missing`, the number of later ones, and `chrome_json()`.
+        All traces of the process share room for 2^21 events: the oldest give way, and are None for who asks again.
         """
         launches = native.extension().emulated_launches(self._first)
         return [launch for launch in launches if self._end is None or launch.id < self._end]
 
 
 @contextlib.contextmanager
-def options(*, arch: Arch = "sm_100", mode: Mode = "strict", seed: int = 0) -> Iterator[Emulation]:
+def options(
+    *,
+    arch: Arch = "sm_100",
+    mode: Mode = "strict",
+    seed: int = 0,
+    trace: bool = False,
+    sm_count: int | None = None,
+) -> Iterator[Emulation]:
     """Within this block, `implementation="emulated"` runs so; yields what lists the launches.
 
     What counts is where a call is traced: one that is differentiated runs backward under the options around the
     `jax.grad`, or around the call of the pullback that `jax.vjp` returned.
 
     Args:
-      arch: the GPU that is emulated: "sm_80" (A100), "sm_90" (H200), "sm_100" (B200) or "sm_120" (RTX PRO 6000).
+      arch: the GPU that is emulated: "sm_80" (A100), "sm_90" (H200), "sm_100" (B200), "sm_103" (B300) or "sm_120"
+        (RTX PRO 6000).
       mode: "strict" also reports what hardware is known to forgive, and any report fails the call with an error that
         carries it; in "relaxed" only what hardware does not survive does.
       seed: of the scheduler that interleaves warps. The same seed gives the same run.
+      trace: whether launches record what asynchronous operations and waits do, as docs/emulator.md tells.
+      sm_count: how many multiprocessors the GPU has; by default as many as that GPU. With few, a kernel whose CTAs stay
+        for several tasks has several for each in a small problem.
 
     Raises:
       ValueError: an option is not one of those.
@@ -77,9 +93,15 @@ def options(*, arch: Arch = "sm_100", mode: Mode = "strict", seed: int = 0) -> I
             raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, but got {value!r}.")
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 1 << 63:
         raise ValueError(f"seed must be an integer from 0 to 2^63 - 1, but got {seed!r}.")
+    if not isinstance(trace, bool):
+        raise ValueError(f"trace must be True or False, but got {trace!r}.")
+    if sm_count is not None:
+        if isinstance(sm_count, bool) or not isinstance(sm_count, int | np.integer) or not 1 <= sm_count <= 1 << 16:
+            raise ValueError(f"sm_count must be an integer from 1 to 2^16, or None, but got {sm_count!r}.")
+        sm_count = int(sm_count)
     run = Emulation()
     try:
-        with _options(_Options(arch, mode, int(seed))):
+        with _options(_Options(arch, mode, int(seed), trace, sm_count)):
             yield run
     finally:
         run.close()
@@ -105,7 +127,15 @@ def backward(problem: spec.Problem, *arrays: Any, with_bias: bool) -> spec.Gradi
 
 def _attributes() -> dict[str, Any]:
     chosen = _options.value
-    return {"target": chosen.arch, "strict": chosen.mode == "strict", "seed": np.int64(chosen.seed)}
+    attributes: dict[str, Any] = {
+        "target": chosen.arch,
+        "strict": chosen.mode == "strict",
+        "seed": np.int64(chosen.seed),
+        "trace": chosen.trace,
+    }
+    if chosen.sm_count is not None:
+        attributes["sm_count"] = np.int32(chosen.sm_count)
+    return attributes
 
 
 def _why_not_this_cpu() -> str | None:
