@@ -1,11 +1,19 @@
-"""Every transformation of JAX, applied to `attention`, gives what un-transformed calls give."""
+"""Every transformation of JAX, applied to `attention`, gives what un-transformed calls give.
+
+On every implementation: of the kernels on `emulated`, and on `cuda` where there is a GPU.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,21 +21,60 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array, lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from jax_fa4 import CHECKPOINT_NAMES, attention
+from jax_fa4 import CHECKPOINT_NAMES, CUSTOM_CALLS, attention
 
-IMPLEMENTATIONS = ("tiled", "reference")
 M, B, T, S, N, K, D, Dv = 3, 2, 4, 6, 4, 2, 4, 3
 FLOATS = ("query", "key", "value", "bias", "scale", "sinks")
 INTEGERS = ("query_seq_lengths", "key_value_seq_lengths", "query_offset", "query_segment_ids", "key_value_segment_ids")
 OPERANDS = (*FLOATS, "mask", *INTEGERS, "lower", "upper")
 
+KERNELS = ("emulated", "cuda")
+REFUSED = ("bias", "mask", "float64")  # by the kernels
+
 Arrays = dict[str, Array]
 
-pytestmark = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+
+def implementations(
+    argument: str | None = None,
+    values: Iterable[Any] = (None,),
+    *,
+    kernels: bool = True,
+    reference: bool = True,
+    quick_emulated: Collection[Any] | None = None,
+) -> pytest.MarkDecorator:
+    """Has a test run on every implementation.
+
+    Args:
+      argument: another argument of the test, if any.
+      values: of that argument; the kernels are not tested with what they refuse.
+      kernels: whether the test is for the kernels, too.
+      reference: whether it is for `reference`, too, and not a comparison with it.
+      quick_emulated: the values with which it is not a slow test on `emulated`; by default all.
+    """
+    names = ["tiled", *(["reference"] if reference else []), *(KERNELS if kernels else [])]
+    parameters = []
+    for name, value in itertools.product(names, values):
+        if name in KERNELS and value in REFUSED:
+            continue
+        marks = [pytest.mark.gpu] if name == "cuda" else []
+        if name == "emulated" and quick_emulated is not None and value not in quick_emulated:
+            marks.append(pytest.mark.slow)
+        parameters.append(pytest.param(*((name,) if argument is None else (name, value)), marks=marks))
+    return pytest.mark.parametrize("implementation" + (f",{argument}" if argument else ""), parameters)
 
 
-def operands(*lead: int) -> Arrays:
+@pytest.fixture(autouse=True)
+def emulate_on_the_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Also where there is a GPU."""
+    emulated = "implementation" in request.fixturenames and request.getfixturevalue("implementation") == "emulated"
+    with jax.default_device(jax.local_devices(backend="cpu")[0]) if emulated else contextlib.nullcontext():
+        yield
+
+
+def operands(implementation: str, *lead: int) -> Arrays:
     """Every array operand of a call, with leading axes to map over; some rows see nothing, few masks hide much."""
     rng = np.random.default_rng(len(lead))
     normal = lambda *shape: rng.standard_normal((*lead, *shape), np.float32)  # noqa: E731
@@ -48,13 +95,19 @@ def operands(*lead: int) -> Arrays:
         "lower": integers(0, 2, B, T),
         "upper": integers(S - 1, S + 1, B, T),
     }
-    return {name: jnp.asarray(x) for name, x in found.items()}
+    refused = REFUSED if implementation in KERNELS else ()
+    return {name: jnp.asarray(x) for name, x in found.items() if name not in refused}
 
 
 COTANGENTS = jax.tree.map(jnp.asarray, (
     np.random.default_rng(5).standard_normal((B, T, N, Dv), np.float32),
     np.random.default_rng(6).standard_normal((B, T, N), np.float32),
+    np.random.default_rng(7).standard_normal((B, T, N, D), np.float32),
 ))  # fmt: skip
+
+
+def in_dtype(dtype: str, arrays: Arrays) -> Arrays:
+    return {name: x.astype(dtype) if name in ("query", "key", "value") else x for name, x in arrays.items()}
 
 
 def attend(implementation: str, arrays: Mapping[str, Array]) -> tuple[Array, Array]:
@@ -71,17 +124,16 @@ def loss(implementation: str, arrays: Mapping[str, Array]) -> Array:
     return (out * COTANGENTS[0]).sum() + (jnp.where(lse == -jnp.inf, 0, lse) * COTANGENTS[1]).sum()
 
 
+def split(arrays: Mapping[str, Array], names: Iterable[str]) -> tuple[Arrays, Arrays]:
+    """The arrays of these names, and the others."""
+    return {n: arrays[n] for n in names if n in arrays}, {n: x for n, x in arrays.items() if n not in names}
+
+
 def results(implementation: str, names: tuple[str, ...], arrays: Mapping[str, Array]) -> Arrays:
-    """Out, lse and the gradients of the named operands."""
-    rest = {name: x for name, x in arrays.items() if name not in names}
-    floats = {name: arrays[name] for name in names}
+    """Out, lse and the gradients of the named operands, where they are there."""
+    floats, rest = split(arrays, names)
     (out, lse), pull = jax.vjp(lambda floats: attend(implementation, floats | rest), floats)
     return {"out": out, "lse": lse} | pull((COTANGENTS[0].astype(out.dtype), COTANGENTS[1]))[0]
-
-
-def skip_reference(implementation: str) -> None:
-    if implementation == "reference":
-        pytest.skip("the others are compared with it, or it is plain JAX here")
 
 
 @functools.cache
@@ -122,24 +174,24 @@ def per_element(axes: Mapping[str, int | None], stacked: Arrays) -> Iterator[Arr
         yield {n: x if axes[n] is None else jnp.take(x, i, axis=axes[n]) for n, x in stacked.items()}
 
 
-def mapped(names: frozenset[str]) -> tuple[dict[str, int | None], Arrays]:
+def mapped(implementation: str, names: frozenset[str]) -> tuple[dict[str, int | None], Arrays]:
     """Axes to map, of every position and sign, and arrays that have them."""
-    axes: dict[str, int | None] = dict.fromkeys(OPERANDS)
-    arrays, stacks = operands(), operands(M)
+    arrays, stacks = operands(implementation), operands(implementation, M)
+    axes: dict[str, int | None] = dict.fromkeys(arrays)
     for i, name in enumerate(OPERANDS):
-        if name in names:
+        if name in names & arrays.keys():
             ndim = stacks[name].ndim
             axes[name] = (0, -1, ndim // 2, -ndim)[i % 4]
             arrays[name] = jnp.moveaxis(stacks[name], 0, axes[name])
     return axes, arrays
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@implementations("pattern", PATTERNS, quick_emulated=("everything", "pairwise_0"))
 def test_vmap(implementation: str, pattern: str) -> None:
     """Forward and vmap(grad), the batch inside being 2; the bias's gradient has its own tests."""
     if implementation == "reference" and pattern in OPERANDS:
         pytest.skip("plain JAX: the pairwise patterns are enough")
-    axes, arrays = mapped(PATTERNS[pattern])
+    axes, arrays = mapped(implementation, PATTERNS[pattern])
     names = tuple(name for name in FLOATS if name != "bias")
     single = jitted(results, implementation, names)
     want = [single(one) for one in per_element(axes, arrays)]
@@ -147,42 +199,48 @@ def test_vmap(implementation: str, pattern: str) -> None:
     assert_close(got, jax.tree.map(lambda *x: jnp.stack(x), *want))
 
 
-@pytest.mark.parametrize("pattern", ["everything", "pairwise_0", "bias", "query", "mask", "query_segment_ids"])
+@implementations(
+    "pattern",
+    ["everything", "pairwise_0", "bias", "query", "mask", "query_segment_ids"],
+    kernels=False,
+    reference=False,
+)
 def test_vmap_of_the_gradient_of_a_bias(implementation: str, pattern: str) -> None:
-    skip_reference(implementation)
-    axes, arrays = mapped(PATTERNS[pattern])
+    axes, arrays = mapped(implementation, PATTERNS[pattern])
     single = jitted(results, implementation, ("query", "bias"))
     want = [single(one) for one in per_element(axes, arrays)]
     got = jax.jit(jax.vmap(functools.partial(results, implementation, ("query", "bias")), (axes,)))(arrays)
     assert_close(got, jax.tree.map(lambda *x: jnp.stack(x), *want))
 
 
-@pytest.mark.parametrize("pattern", ["everything", "pairwise_1", "pairwise_4", "query"])
+@implementations(
+    "pattern", ["everything", "pairwise_1", "pairwise_4", "query"], reference=False, quick_emulated=("pairwise_1",)
+)
 def test_grad_of_vmap(implementation: str, pattern: str) -> None:
     """Operands that are not mapped get the sum of the elements' gradients."""
-    skip_reference(implementation)
-    axes, arrays = mapped(PATTERNS[pattern])
+    axes, arrays = mapped(implementation, PATTERNS[pattern])
 
     def total(floats: Arrays, rest: Arrays) -> Array:
         return jax.vmap(functools.partial(loss, implementation), (axes,))(floats | rest).sum()
 
-    floats = {name: arrays[name] for name in FLOATS}
-    got = jax.jit(jax.grad(total))(floats, {n: x for n, x in arrays.items() if n not in floats})
+    floats, rest = split(arrays, FLOATS)
+    got = jax.jit(jax.grad(total))(floats, rest)
     single = jitted(results, implementation, FLOATS)
     want = [single(one) for one in per_element(axes, arrays)]
-    for name in FLOATS:
+    for name in floats:
         x = jnp.stack([one[name] for one in want])
         x = x.sum(0) if axes[name] is None else jnp.moveaxis(x, 0, axes[name])
         np.testing.assert_allclose(got[name], x, rtol=1e-4, atol=1e-4, err_msg=name)
 
 
+@implementations()
 def test_nested_vmap(implementation: str) -> None:
     """Different operands at each level, some at both."""
     outer = {"query", "bias", "scale", "query_segment_ids", "key_value_seq_lengths", "lower"}
     inner = {"query", "value", "mask", "scale", "query_offset", "sinks"}
-    both, one, plain = operands(M, 2), operands(2), operands()
+    both, one, plain = operands(implementation, M, 2), operands(implementation, 2), operands(implementation)
     arrays, axes = {}, {}
-    for name in OPERANDS:
+    for name in plain:
         levels = (name in outer, name in inner)
         arrays[name] = {
             (True, True): both[name],
@@ -204,23 +262,26 @@ def test_nested_vmap(implementation: str) -> None:
         assert_close(jax.tree.map(lambda x, i=i, j=j: x[i, j], got), single(pick))
 
 
+@implementations()
 @pytest.mark.parametrize("size", [0, 1])
 @pytest.mark.parametrize("names", [("query", "key", "value"), ("query", "bias")], ids="-".join)
 def test_vmap_over_axes_of_length_0_and_1(implementation: str, size: int, names: tuple[str, ...]) -> None:
-    axes = {name: 0 if name in names else None for name in OPERANDS}
+    plain = operands(implementation)
+    axes = {name: 0 if name in names else None for name in plain}
     arrays = {n: x if axes[n] is None else jnp.stack([x] * size) if size else jnp.zeros((0, *x.shape)) for n, x in
-              operands().items()}  # fmt: skip
+              plain.items()}  # fmt: skip
     got = jax.jit(jax.vmap(functools.partial(results, implementation, names), (axes,)))(arrays)
-    want = jitted(results, implementation, names)(operands())
+    want = jitted(results, implementation, names)(plain)
     if size:
         assert_close(got, jax.tree.map(lambda x: x[None], want))
     else:
         assert jax.tree.map(jnp.shape, got) == jax.tree.map(lambda x: (0, *x.shape), want)
 
 
+@implementations()
 def test_vmap_out_axes_and_axis_name(implementation: str) -> None:
-    query = operands(M)["query"]
-    rest = operands() | {"query": None}
+    query = operands(implementation, M)["query"]
+    rest = operands(implementation) | {"query": None}
     function = lambda query: attend(implementation, rest | {"query": query})  # noqa: E731
     out, lse = jax.vmap(function, out_axes=(-1, 1), spmd_axis_name="x")(query)
     want = [jitted(attend, implementation)(rest | {"query": one}) for one in query]
@@ -228,40 +289,42 @@ def test_vmap_out_axes_and_axis_name(implementation: str) -> None:
     assert_close(jnp.moveaxis(lse, 1, 0), jnp.stack([one[1] for one in want]))
 
 
+@implementations()
 def test_unbatched_calls_under_vmap_over_heads(implementation: str) -> None:
     """As Equinox calls attention: each head a call of its own, of (T, 1, D)."""
-    query, key = operands()["query"][0], operands()["key"][0][:, :1]
+    query, key = operands(implementation)["query"][0], operands(implementation)["key"][0][:, :1]
     one_head = lambda q: attention(q[:, None], key, key, is_causal=True, implementation=implementation)[:, 0]  # noqa: E731
     want = attention(query, key, key, is_causal=True, implementation=implementation)
     assert_close(jax.vmap(one_head, 1, 1)(query), want)
 
 
 class TestReverseMode:
+    @implementations(reference=False)
     def test_value_and_grad(self, implementation: str) -> None:
         """All implementations agree, and value_and_grad's value is the function's."""
-        skip_reference(implementation)
-        arrays = operands()
-        floats, rest = {n: arrays[n] for n in FLOATS}, {n: x for n, x in arrays.items() if n not in FLOATS}
+        arrays = operands(implementation)
+        floats, rest = split(arrays, FLOATS)
         value, got = jax.jit(jax.value_and_grad(lambda floats: loss(implementation, floats | rest)))(floats)
         assert_close(value, loss("reference", arrays))
         want = jitted(results, "reference", FLOATS)(arrays)
-        assert_close(got, {name: want[name] for name in FLOATS})
-        for name in FLOATS:
+        assert_close(got, {name: want[name] for name in floats})
+        for name in floats:
             assert got[name].any(), f"{name} has no gradient, so that this test would prove nothing"
 
+    @implementations(quick_emulated=())
     @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
     def test_jacrev(self, implementation: str, jit: bool) -> None:
         """A vmap over the cotangent only."""
-        query, key = operands()["query"][:, :2], operands()["key"][:, :3]
+        query, key = operands(implementation)["query"][:, :2], operands(implementation)["key"][:, :3]
         function = jax.jacrev(lambda q: attention(q, key, key, implementation=implementation))
         got = (jax.jit(function) if jit else function)(query)
         _, pull = jax.vjp(lambda q: attention(q, key, key, implementation=implementation), query)
         rows = [pull(jnp.zeros(query.size).at[i].set(1).reshape(query.shape))[0] for i in range(query.size)]
         assert_close(got, jnp.stack(rows).reshape(query.shape * 2))
 
+    @implementations(reference=False, quick_emulated=())
     def test_only_lse_or_only_out_is_used(self, implementation: str) -> None:
-        skip_reference(implementation)
-        arrays = operands()
+        arrays = operands(implementation)
         for i in range(2):
 
             def part(query: Array, implementation: str, i: int = i) -> Array:
@@ -272,28 +335,26 @@ class TestReverseMode:
             assert_close(got, want)
             assert got.any()
 
+    @implementations(reference=False, quick_emulated=())
     @pytest.mark.parametrize("names", [FLOATS, pytest.param(("query",), marks=pytest.mark.slow)], ids="-".join)
     def test_reverse_over_reverse(self, implementation: str, names: tuple[str, ...]) -> None:
-        skip_reference(implementation)
-        arrays = operands()
-        rest = {name: x for name, x in arrays.items() if name not in names}
-        weights = operands(2)
+        arrays = operands(implementation)
+        floats, rest = split(arrays, names)
+        weights = operands(implementation, 2)
 
         def norm(floats: Arrays, implementation: str) -> Array:
             gradients = jax.grad(lambda floats: loss(implementation, floats | rest))(floats)
-            return sum((gradients[name] * weights[name][0]).sum() for name in names)
+            return sum((gradients[name] * weights[name][0]).sum() for name in floats)
 
-        floats = {name: arrays[name] for name in names}
         got = jax.jit(jax.grad(norm), static_argnums=1)(floats, implementation)
         assert_close(got, jax.jit(jax.grad(norm), static_argnums=1)(floats, "reference"), 1e-4)
         assert all(x.any() for x in got.values())
 
-    @pytest.mark.parametrize("name", ["key", "value", "bias", "scale", "sinks"])
+    @implementations("name", ["key", "value", "bias", "scale", "sinks"], reference=False, quick_emulated=())
     def test_mixed_second_derivatives(self, implementation: str, name: str) -> None:
         """First with respect to query alone, then with respect to another operand alone."""
-        skip_reference(implementation)
-        arrays = operands()
-        weights = operands(2)["query"][0]
+        arrays = operands(implementation)
+        weights = operands(implementation, 2)["query"][0]
 
         def slope(x: Array, implementation: str) -> Array:
             first = jax.grad(lambda query: loss(implementation, arrays | {"query": query, name: x}))(arrays["query"])
@@ -303,10 +364,10 @@ class TestReverseMode:
         assert_close(got, want, 1e-4)
         assert got.any()
 
+    @implementations(reference=False)
     @pytest.mark.slow
     def test_third_derivative(self, implementation: str) -> None:
-        skip_reference(implementation)
-        q, k = operands()["query"][:1, :2], operands()["key"][:1, :3]
+        q, k = operands(implementation)["query"][:1, :2], operands(implementation)["key"][:1, :3]
 
         def along(t: Array, implementation: str) -> Array:
             return attention(q * t, k, k, implementation=implementation)[0, 0, 0, 0]
@@ -314,24 +375,59 @@ class TestReverseMode:
         derivative = lambda i: jax.grad(jax.grad(jax.grad(along)))(jnp.float32(0.7), i)  # noqa: E731
         assert_close(derivative(implementation), derivative("reference"), 1e-4)
 
+    @implementations()
     def test_deterministic(self, implementation: str) -> None:
         """Equal calls give bitwise equal gradients, whether or not that is asked for."""
-        arrays = operands()
+        floats, rest = split(operands(implementation), FLOATS)
+        del rest["lower"], rest["upper"]
 
         def total(floats: Arrays, deterministic: bool) -> Array:
-            rest = {name: x for name, x in arrays.items() if name not in (*FLOATS, "lower", "upper")}
             out = attention(**floats, **rest, deterministic=deterministic, implementation=implementation)
             return (out * COTANGENTS[0]).sum()
 
-        floats = {name: arrays[name] for name in FLOATS}
         gradient = jax.jit(jax.grad(total), static_argnums=1)
         first = gradient(floats, True)
         for again in (gradient(floats, True), gradient(floats, False)):
             jax.tree.map(np.testing.assert_array_equal, again, first)
 
+    @implementations(reference=False)
+    def test_in_a_custom_vjp(self, implementation: str) -> None:
+        """A rule of the caller's own that carries attention's pullback, inside of a scan inside of a vmap."""
+        arrays = operands(implementation, M)
+        q, k, weights = arrays["query"], arrays["key"], COTANGENTS[2]
+        clip = lambda dout: jnp.clip(dout, -0.1, 0.1)  # noqa: E731
+        attend = lambda implementation, q, k: attention(q, k, k, is_causal=True, implementation=implementation)  # noqa: E731
+
+        @jax.custom_vjp
+        def clipped(q: Array, k: Array) -> Array:
+            return attend(implementation, q, k)
+
+        clipped.defvjp(
+            lambda q, k: jax.vjp(functools.partial(attend, implementation), q, k),
+            lambda pull, dout: pull(clip(dout)),
+        )
+
+        @jax.custom_vjp
+        def identity(x: Array) -> Array:
+            return x
+
+        identity.defvjp(lambda x: (x, None), lambda _, dout: (clip(dout),))
+
+        def gradients(function: Callable[[Array, Array], Array]) -> tuple[Array, Array]:
+            def total(q: Array, k: Array) -> Array:
+                return (lax.scan(lambda x, _: (x + function(x, k), None), q, length=2)[0] * weights).sum()
+
+            return jax.jit(jax.vmap(jax.grad(total, (0, 1))))(q, k)
+
+        got = gradients(clipped)
+        assert_close(got, gradients(lambda q, k: identity(attend("reference", q, k))), 1e-4)
+        unclipped = gradients(functools.partial(attend, "reference"))
+        assert all(abs(x - y).max() > 0.1 for x, y in zip(got, unclipped, strict=True))
+
+    @implementations()
     def test_pullback_is_linear(self, implementation: str) -> None:
         """One pullback, of the output's and of lse's cotangents apart and together."""
-        q, k = operands()["query"], operands()["key"]
+        q, k = operands(implementation)["query"], operands(implementation)["key"]
         (out, lse), pull = jax.vjp(lambda q: attention(q, k, k, implementation=implementation, return_residual=True), q)
         (first,), (second,) = pull((out, jnp.zeros_like(lse))), pull((jnp.zeros_like(out), lse))
         (both,) = pull((out, lse))
@@ -346,6 +442,7 @@ class TestControlFlow:
         """Self-attention of (B, T, N, D), grouped."""
         return x + attention(x, x[:, :, :K], x[:, :, -K:], is_causal=True, implementation=implementation)
 
+    @implementations(quick_emulated=())
     @pytest.mark.parametrize("remat", [None, "names", pytest.param("nothing", marks=pytest.mark.slow), "dots"])
     def test_scan_over_layers(self, implementation: str, remat: str | None) -> None:
         policies = {
@@ -353,7 +450,7 @@ class TestControlFlow:
             "nothing": jax.checkpoint_policies.nothing_saveable,
             "dots": jax.checkpoint_policies.dots_saveable,
         }
-        x, weights = operands()["query"], jnp.arange(1.0, 4.0)
+        x, weights = operands(implementation)["query"], jnp.arange(1.0, 4.0)
 
         def body(x: Array, weight: Array) -> tuple[Array, None]:
             return self.layer(implementation, x * weight), None
@@ -372,16 +469,18 @@ class TestControlFlow:
         got = jax.jit(jax.value_and_grad(scanned, (0, 1)))(x, weights)
         assert_close(got, jitted(jax.value_and_grad(looped, (0, 1)))(x, weights), 1e-4)
 
+    @implementations(quick_emulated=())
     def test_checkpoint_without_scan(self, implementation: str) -> None:
-        x = operands()["query"]
+        x = operands(implementation)["query"]
         total = lambda x: (self.layer(implementation, self.layer(implementation, x)) ** 2).sum()  # noqa: E731
         want = jax.jit(jax.grad(total))(x)
         named = jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)
         for policy in (None, named, jax.checkpoint_policies.everything_saveable):
             assert_close(jax.jit(jax.grad(jax.checkpoint(total, policy=policy)))(x), want)
 
+    @implementations(quick_emulated=())
     def test_map_while_cond_and_switch(self, implementation: str) -> None:
-        x = operands()["query"]
+        x = operands(implementation)["query"]
         layer = functools.partial(self.layer, implementation)
         want = layer(layer(x))
         assert_close(lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, layer(c[1])), (0, x))[1], want)
@@ -396,8 +495,9 @@ class TestControlFlow:
         chosen = jax.jit(lambda i, x: lax.switch(i, [jnp.sin, layer, jnp.cos], x))(1, x)
         assert_close(chosen, layer(x))
 
+    @implementations()
     def test_vmap_of_scan_of_remat_of_grad(self, implementation: str) -> None:
-        x = operands(M)["query"]
+        x = operands(implementation, M)["query"]
 
         def total(x: Array) -> Array:
             body = jax.checkpoint(lambda x, _: (self.layer(implementation, x), None))
@@ -441,9 +541,9 @@ FORWARD_MODE: dict[str, Callable[[Callable[[Array], Array], Array], Array]] = {
 
 
 class TestForwardMode:
-    @pytest.mark.parametrize("mode", FORWARD_MODE)
+    @implementations("mode", FORWARD_MODE)
     def test_reference_has_it_and_others_say_so(self, implementation: str, mode: str) -> None:
-        q, k = operands()["query"][:1, :1, :2], operands()["key"][:1, :2]
+        q, k = operands(implementation)["query"][:1, :1, :2], operands(implementation)["key"][:1, :2]
         function = lambda t: attention(q * t, k, k, implementation=implementation).sum()  # noqa: E731
         at = jnp.float32(0.7)
         if implementation == "reference":
@@ -460,25 +560,28 @@ class TestForwardMode:
         with pytest.raises(TypeError, match=f"^{re.escape(SENTENCE)}"):
             FORWARD_MODE[mode](function, at)
 
+    @implementations()
     def test_of_arguments_that_attention_does_not_see(self, implementation: str) -> None:
         """Forward mode through a program that holds attention is fine where attention itself is constant."""
-        q, k = operands()["query"], operands()["key"]
+        q, k = operands(implementation)["query"], operands(implementation)["key"]
         function = lambda t: attention(q, k, k, implementation=implementation).sum() * t  # noqa: E731
         np.testing.assert_allclose(pushforward(function, jnp.float32(2)), function(1.0), rtol=1e-5)
 
+    @implementations(quick_emulated=())
     def test_hessian_of_reference(self, implementation: str) -> None:
         """Forward over reverse is reverse over reverse."""
-        q, k = operands()["query"][:1, :1, :2], operands()["key"][:1, :2, :1]
+        q, k = operands(implementation)["query"][:1, :1, :2], operands(implementation)["key"][:1, :2, :1]
         reference = lambda q: (attention(q, k, k, implementation="reference") ** 2).sum()  # noqa: E731
         total = lambda q: (attention(q, k, k, implementation=implementation) ** 2).sum()  # noqa: E731
-        direction = operands(2)["query"][0, :1, :1, :2]
+        direction = operands(implementation, 2)["query"][0, :1, :1, :2]
         got = jax.grad(lambda q: (jax.grad(total)(q) * direction).sum())(q)
         assert_close(got, jax.jvp(jax.grad(reference), (q,), (direction,))[1], 1e-4)
 
 
 class TestStaging:
+    @implementations()
     def test_make_jaxpr_eval_shape_and_ahead_of_time(self, implementation: str) -> None:
-        arrays = operands()
+        arrays = operands(implementation)
         structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
         function = functools.partial(results, implementation, FLOATS)
         want = jitted(results, implementation, FLOATS)(arrays)
@@ -487,50 +590,101 @@ class TestStaging:
         assert len(jax.make_jaxpr(function)(arrays).out_avals) == len(want)
         assert_close(jax.jit(function).lower(structs).compile()(arrays), want)
 
+    @implementations(kernels=False)
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     @pytest.mark.parametrize("platform", ["cuda", "rocm", "tpu"])
     def test_lowering_for_another_platform(self, implementation: str, platform: str, dtype: str) -> None:
-        arrays = {n: x.astype(dtype) if n in ("query", "key", "value") else x for n, x in operands().items()}
+        arrays = in_dtype(dtype, operands(implementation))
         traced = jax.jit(functools.partial(results, implementation, FLOATS)).trace(arrays)
         assert "stablehlo.dot_general" in traced.lower(lowering_platforms=(platform,)).as_text()
 
+    @implementations()
     def test_donated_buffers(self, implementation: str) -> None:
-        k = operands()["key"]
+        k = operands(implementation)["key"]
         function = functools.partial(attention, implementation=implementation)
-        want = function(operands()["query"], k, k)
-        query = operands()["query"]
+        want = function(operands(implementation)["query"], k, k)
+        query = operands(implementation)["query"]
         got = jax.jit(function, donate_argnums=0)(query, k, k)
         assert_close(got, want)
         assert query.is_deleted()
 
+    @implementations()
     def test_export(self, implementation: str) -> None:
-        """The pure-JAX implementations need no custom call."""
-        arrays = operands()
-        exported = jax.export.export(jitted(results, implementation, ("query", "key")), platforms=["cpu", "cuda"])(
-            arrays
-        )
+        """Kernels are custom calls, which have to be allowed by name; the others need none, and run everywhere."""
+        platforms, calls = {
+            "emulated": (["cpu"], ["jax_fa4_emulated_forward_v1", "jax_fa4_emulated_backward_v1"]),
+            "cuda": (["cuda"], CUSTOM_CALLS),
+        }.get(implementation, (["cpu", "cuda"], []))
+        arrays = operands(implementation)
+        function = jitted(results, implementation, ("query", "key"))
+        allowed = [jax.export.DisabledSafetyCheck.custom_call(name) for name in calls]
+        exported = jax.export.export(function, platforms=platforms, disabled_checks=allowed)(arrays)
         again = jax.export.deserialize(exported.serialize())
-        assert_close(again.call(arrays), jitted(results, implementation, ("query", "key"))(arrays))
+        assert_close(again.call(arrays), function(arrays))
+        for name in calls:
+            others = [check for check in allowed if check != jax.export.DisabledSafetyCheck.custom_call(name)]
+            with pytest.raises(ValueError, match=name):
+                jax.export.export(function, platforms=platforms, disabled_checks=others)(arrays)
+
+
+class TestDevices:
+    @implementations()
+    def test_shard_map_and_sharded_operands(self, implementation: str) -> None:
+        """Batch and heads over four devices; the scale, which they share, gets the sum of their gradients."""
+        devices = jax.devices("cpu" if implementation == "emulated" else None)[:4]
+        if len(devices) < 4:
+            pytest.skip("needs four devices; test_on_four_devices has them")
+        mesh = jax.make_mesh((2, 2), ("b", "h"), (jax.sharding.AxisType.Auto,) * 2, devices=devices)
+        arrays = operands(implementation)
+        specs = {name: P("b") for name in arrays} | {name: P("b", None, "h") for name in ("query", "key", "value")}
+        specs |= split({"scale": P(), "sinks": P("h"), "bias": P("h")}, arrays)[0]
+        # Attention does not say over which axes the arrays that it makes vary.
+        sharded = jax.shard_map(
+            functools.partial(attend, implementation),
+            mesh=mesh,
+            in_specs=(specs,),
+            out_specs=(P("b", None, "h"),) * 2,
+            check_vma=False,
+        )
+
+        def gradients(arrays: Arrays) -> Arrays:
+            floats, rest = split(arrays, FLOATS)
+            (out, lse), pull = jax.vjp(lambda floats: sharded(floats | rest), floats)
+            return {"out": out, "lse": lse} | pull(COTANGENTS[:2])[0]
+
+        want = jitted(results, implementation, FLOATS)(arrays)
+        assert_close(jax.jit(gradients)(arrays), want)
+        placed = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in arrays.items()}
+        assert_close(jitted(results, implementation, FLOATS)(placed), want)
+
+    def test_on_four_devices(self) -> None:
+        """The test above in a process whose CPU is four devices; the kernels are emulated there."""
+        name = f"{Path(__file__)}::{type(self).__name__}::test_shard_map_and_sharded_operands"
+        command = [sys.executable, "-P", "-m", "pytest", "-n0", "-p", "no:cacheprovider", "-k", "not cuda", name]
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert "3 passed" in run.stdout, run.stdout
 
 
 class TestContexts:
     """Global switches of JAX under which programs run."""
 
-    @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+    @implementations("dtype", ["float32", "float64", "bfloat16"], quick_emulated=())
     def test_x64(self, implementation: str, dtype: str) -> None:
         with jax.enable_x64(True):
-            arrays = {n: x.astype(dtype) if n in ("query", "key", "value") else x for n, x in operands().items()}
+            arrays = in_dtype(dtype, operands(implementation))
             got = jax.jit(functools.partial(results, implementation, FLOATS))(arrays)
         assert got["out"].dtype == dtype
         assert got["lse"].dtype == "float32"
-        assert all(got[name].dtype == arrays[name].dtype for name in FLOATS)
-        want = jitted(results, implementation, FLOATS)(operands())
+        assert all(got[name].dtype == x.dtype for name, x in split(arrays, FLOATS)[0].items())
+        want = jitted(results, implementation, FLOATS)(operands(implementation))
         for name, x in want.items():
             tolerance = 4e-2 if dtype == "bfloat16" else 2e-5
             np.testing.assert_allclose(
                 np.asarray(got[name], np.float32), x, rtol=tolerance, atol=tolerance, err_msg=name
             )
 
+    @implementations(kernels=False)
     def test_float64_is_computed_in_float64(self, implementation: str) -> None:
         with jax.enable_x64(True):
             rng = np.random.default_rng(0)
@@ -540,23 +694,24 @@ class TestContexts:
             probs = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
             np.testing.assert_allclose(out[0, :, 0], probs @ v[0, :, 0], rtol=1e-13, atol=1e-14)
 
+    @implementations()
     def test_debug_nans(self, implementation: str) -> None:
         """Nothing on the way is NaN, also for rows that see nothing and sinks of -inf."""
-        arrays = operands() | {
-            "sinks": jnp.full(N, -jnp.inf),
-            "key_value_seq_lengths": jnp.zeros(B, jnp.int32),
-            "bias": jnp.full((N, T, S), -jnp.inf),
-        }
+        arrays = operands(implementation)
+        hiding = {"sinks": jnp.full(N, -jnp.inf), "bias": jnp.full((N, T, S), -jnp.inf)}
+        arrays |= split(hiding, arrays)[0] | {"key_value_seq_lengths": jnp.zeros(B, jnp.int32)}
         with jax.debug_nans(True):
             got = jax.jit(functools.partial(results, implementation, FLOATS))(arrays)
         assert all(not x.any() for name, x in got.items() if name != "lse")
 
+    @implementations()
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_strict_promotion(self, implementation: str, dtype: str) -> None:
         """Of dtypes and of ranks."""
         with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-            arrays = {n: x.astype(dtype) if n in ("query", "key", "value") else x for n, x in operands().items()}
-            arrays["bias"] = arrays["bias"].astype("float16")
+            arrays = in_dtype(dtype, operands(implementation))
+            if "bias" in arrays:
+                arrays["bias"] = arrays["bias"].astype("float16")
 
             def total(floats: Arrays) -> Array:
                 return loss_of(attend(implementation, arrays | floats))
@@ -564,30 +719,34 @@ class TestContexts:
             def loss_of(results: tuple[Array, Array]) -> Array:
                 return sum(jnp.where(x == -jnp.inf, 0, x).astype(jnp.float32).sum() for x in results)
 
-            jax.eval_shape(jax.grad(total), {name: arrays[name] for name in FLOATS})
+            jax.eval_shape(jax.grad(total), split(arrays, FLOATS)[0])
 
+    @implementations()
     def test_transfer_guard(self, implementation: str) -> None:
         """A compiled program moves nothing between host and device."""
-        arrays = operands()
+        arrays = operands(implementation)
         function = jitted(results, implementation, FLOATS)
         jax.block_until_ready(function(arrays))
         with jax.transfer_guard("disallow"):
             jax.block_until_ready(function(arrays))
 
+    @implementations(quick_emulated=())
     def test_tracer_leaks_and_internal_checks(self, implementation: str) -> None:
-        axes, arrays = mapped(PATTERNS["pairwise_0"])
+        axes, arrays = mapped(implementation, PATTERNS["pairwise_0"])
         with jax.checking_leaks(), jax.enable_checks(True):
             jax.eval_shape(jax.vmap(functools.partial(results, implementation, FLOATS), (axes,)), arrays)
 
+    @implementations()
     @pytest.mark.slow
     def test_disable_jit(self, implementation: str) -> None:
-        q, k = operands()["query"][:1], operands()["key"][:1]
+        q, k = operands(implementation)["query"][:1], operands(implementation)["key"][:1]
         function = jax.value_and_grad(lambda q: attention(q, k, k, is_causal=True, implementation=implementation).sum())
         want = function(q)
         with jax.disable_jit():
             assert_close(function(q), want)
 
 
+@implementations(kernels=False)
 @pytest.mark.parametrize("library", ["nnx", "linen"])
 def test_flax(implementation: str, library: str) -> None:
     """A module's `attention_fn` of one line gives what Flax's own attention gives."""
@@ -595,7 +754,7 @@ def test_flax(implementation: str, library: str) -> None:
     def attend(query: Array, key: Array, value: Array, mask: Array | None = None, **_: Any) -> Array:
         return attention(query, key, value, mask=mask, implementation=implementation)
 
-    x, mask = operands()["query"][:, :, 0], jnp.tril(jnp.ones((B, 1, T, T), bool))
+    x, mask = operands(implementation)["query"][:, :, 0], jnp.tril(jnp.ones((B, 1, T, T), bool))
     if library == "nnx":
         nnx = pytest.importorskip("flax.nnx")
         make = lambda **kw: nnx.MultiHeadAttention(2, D, decode=False, rngs=nnx.Rngs(0), **kw)  # noqa: E731
