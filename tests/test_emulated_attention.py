@@ -152,6 +152,21 @@ def test_a_smaller_gpu_has_fewer_ctas_at_a_time(sm_count: int) -> None:
     assert most_at_a_time(launch.trace) == sm_count
 
 
+@pytest.mark.parametrize("sm_count", [1, 2])
+def test_ctas_of_a_smaller_gpu_take_several_tasks(sm_count: int) -> None:
+    """Where every row sees every key, a Blackwell GPU has a CTA per multiprocessor, which go on from task to task."""
+    sizes = Sizes(batch=1, rows=300, keys=200, heads=3, kv_heads=3, width=64, value_width=64)  # six tasks
+    arrays = operands(sizes, "bfloat16", np.random.default_rng(0))
+    call = jax.jit(functools.partial(attention, implementation="emulated"))
+    results, grids = [], []
+    for count in (None, sm_count):
+        with emulated.options(arch="sm_100", sm_count=count) as run:
+            results.append(np.asarray(call(**arrays)))
+            grids += [launch.grid for launch in run.launches]
+    assert grids == [[6, 1, 1], [sm_count, 1, 1]]
+    np.testing.assert_array_equal(*results)
+
+
 @pytest.mark.slow
 def test_the_memory_of_traces_is_bounded(tmp_path: Path) -> None:
     """The traces of the record have room for 2^21 events, and each holds the first 2^20 of its launch."""

@@ -1,7 +1,14 @@
-"""The training example: packing, no leakage between documents, the losses of jax.nn, checkpoint, plot, figures."""
+"""The examples.
+
+Training: packing, no leakage between documents, the losses of jax.nn, checkpoint, plot, figures. Blackwell on a CPU:
+the kernel's result, and the timeline that is drawn of it.
+"""
 
 import dataclasses
+import itertools
+import json
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -13,6 +20,7 @@ from flax import nnx
 from matplotlib import image
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import blackwell_on_cpu
 import train_transformer as example
 
 CONFIG = example.Config(
@@ -27,6 +35,15 @@ CONFIG = example.Config(
     steps=30,
     learning_rate=0.03,
 )
+
+
+def assert_drawn(picture: Path) -> None:
+    pixels = image.imread(picture)
+    assert pixels.shape[0] > 400
+    assert pixels.shape[1] > 600
+    assert len(np.unique(pixels.reshape(-1, pixels.shape[2]), axis=0)) > 3
+
+
 BOTH = pytest.mark.parametrize("attention_fn", [pytest.param(fn, id=name) for name, fn in example.ATTENTION.items()])
 
 
@@ -176,9 +193,55 @@ def test_main_writes_figures_plot_and_checkpoint(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     for part in ("parameters", "tokens/s", "bits per byte", "unigram", "same held-out loss"):
         assert part in printed
-    pixels = image.imread(out / "loss.png")
-    assert pixels.shape[0] > 400
-    assert pixels.shape[1] > 600
-    assert len(np.unique(pixels.reshape(-1, pixels.shape[2]), axis=0)) > 3
+    assert_drawn(out / "loss.png")
     config, _ = example.load(out / "model.safetensors", example.dense_attention)
     assert (config.steps, config.seed) == (2, 3)
+
+
+def test_blackwell_main_is_right_and_draws(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "new" / "run"
+    monkeypatch.setattr(sys, "argv", ["blackwell_on_cpu.py", "--seed", "5", "--out", str(out)])
+    blackwell_on_cpu.main()
+
+    printed = capsys.readouterr().out
+    assert "sm100_forward.sm_100f, forward_bfloat16_128_bounds: 8 CTAs of 512 threads" in printed
+    kernel, dense = (float(x) for x in re.findall(r"against float32: ([\d.]+)", printed))
+    assert 0 < kernel < 2 * dense < 0.04
+    assert_drawn(out / "timeline.png")
+    assert json.loads((out / "trace.json").read_text())["otherData"]["truncated"] is False
+
+
+def test_blackwell_timeline():
+    """The first CTA has the last rows, which see all four blocks of 128 keys."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        _, launch = blackwell_on_cpu.run(*blackwell_on_cpu.inputs(0), seed=0)
+    spans = blackwell_on_cpu.timeline(launch.trace)
+    blocks, panels, steps = 4, 2, 128 // 16  # of 64 columns; of a product
+    assert len(spans["load"]) == panels * (2 + 2 * blocks)
+    assert len(spans["store"]) == panels * 2
+    for role in ("QK MMA", "PV MMA"):
+        assert [sum(span.tile == tile for span in spans[role]) for tile in range(2)] == [steps * blocks] * 2
+    # There is one tensor core, and a tile's weights are multiplied only when they have been computed.
+    products = sorted(spans["QK MMA"] + spans["PV MMA"])
+    assert all(a.end <= b.start for a, b in itertools.pairwise(products))
+    for tile in range(2):
+        first, last = ([x for x in spans[role] if x.tile == tile] for role in ("QK MMA", "PV MMA"))
+        assert first[steps - 1].end < last[0].start
+        assert any(first[steps - 1].end <= x.start and x.end <= last[-1].start for x in spans[f"softmax {tile}"])
+
+    # Whatever a warp of four does to tensor memory, it does while it is busy, and a wait that something ended is none.
+    cta = [event for event in launch.trace.events if event.cta == launch.trace.events[0].cta]
+    for warp in range(12):
+        busy = list(blackwell_on_cpu.busy(cta, warp))
+        assert all(a < b <= c < d for (a, b), (c, d) in itertools.pairwise(busy))
+        own = [event for event in cta if event.warp == warp]
+        accesses = [event.issue for event in own if event.kind == "operation"]
+        assert len(accesses) >= 8 * blocks or warp in blackwell_on_cpu.CORRECTION_WARPS  # which may have little to do
+        assert all(any(start <= at <= end for start, end in busy) for at in accesses)
+        waits = [
+            e
+            for e in own
+            if e.name in ("mbarrier", "barrier") and e.kind == "wait" and busy[0][0] < e.start < busy[-1][1]
+        ]
+        assert len(waits) >= blocks
+        assert not any(start < wait.end and wait.start < end for wait in waits for start, end in busy)
