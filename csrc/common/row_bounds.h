@@ -77,6 +77,25 @@ struct RowBounds {
     return tile;
   }
 
+  // The keys from the first to the last that some row of [first, end) sees; {0, 0} if there is
+  // none. All lanes of a warp call it together.
+  __device__ __forceinline__ KeySpan Hull(uint32_t first, uint32_t end) const {
+    end = min(end, static_cast<uint32_t>(rows));
+    if (lower == nullptr) {
+      // Bounds rise with the row. Where the first row sees nothing since its interval ends before
+      // key 0, the first that sees something sees key 0, and likewise at the other end.
+      const KeySpan hull = {Of(first).begin, Of(end - 1).end};
+      return band_low < band_high && !hull.Empty() ? hull : KeySpan{0, 0};
+    }
+    KeySpan some = {~0u, 0};
+    for (uint32_t row = first + threadIdx.x % 32; row < end; row += 32) {
+      const KeySpan span = Of(row);
+      if (!span.Empty()) some = {min(some.begin, span.begin), max(some.end, span.end)};
+    }
+    some = {__reduce_min_sync(kAllLanes, some.begin), __reduce_max_sync(kAllLanes, some.end)};
+    return some.Empty() ? KeySpan{0, 0} : some;
+  }
+
  private:
   __device__ __forceinline__ uint32_t Cut(int64_t key) const {
     return static_cast<uint32_t>(min(max(key, int64_t{0}), int64_t{keys}));

@@ -41,6 +41,18 @@ __device__ __forceinline__ bfloat16 cvt_rn_bf16_f32(float x) {
   return y;
 }
 
+// Two at a time: the first is the lower half.
+__device__ __forceinline__ uint32_t cvt_rn_f16x2_f32(float low, float high) {
+  uint32_t y;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+__device__ __forceinline__ uint32_t cvt_rn_bf16x2_f32(float low, float high) {
+  uint32_t y;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+
 // The same by type, for code that is written once for all element types.
 __device__ __forceinline__ float ToFloat(float x) { return x; }
 __device__ __forceinline__ float ToFloat(float16 x) { return cvt_f32_f16(x); }

@@ -37,6 +37,39 @@ __device__ __forceinline__ void cp_async_bulk_tensor_2d_store(const void* map,
       : "memory");
 }
 
+// The same for tensors of four dimensions.
+__device__ __forceinline__ void cp_async_bulk_tensor_4d_load(
+    void* box, const void* map, int32_t x, int32_t y, int32_t z, int32_t w, uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cta.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"l"(__cvta_generic_to_shared(box)),
+      "l"(map),
+      "r"(x),
+      "r"(y),
+      "r"(z),
+      "r"(w),
+      "l"(__cvta_generic_to_shared(barrier))
+      : "memory");
+}
+__device__ __forceinline__ void cp_async_bulk_tensor_4d_store(
+    const void* map, int32_t x, int32_t y, int32_t z, int32_t w, const void* box) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4}], "
+      "[%5];" ::"l"(map),
+      "r"(x),
+      "r"(y),
+      "r"(z),
+      "r"(w),
+      "l"(__cvta_generic_to_shared(box))
+      : "memory");
+}
+
+// 9.7.13.4 fence.proxy.async: the copy engine and the tensor cores see what this thread has stored
+// to shared memory.
+__device__ __forceinline__ void fence_proxy_async() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 // 9.7.9.27.2.1 cp.async.bulk.commit_group: closes the thread's current bulk group.
 __device__ __forceinline__ void cp_async_bulk_commit_group() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");

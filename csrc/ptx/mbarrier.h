@@ -21,6 +21,12 @@ __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
+// 9.7.13.15.13 mbarrier.arrive: what this thread did before is seen by those who wait.
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"l"(__cvta_generic_to_shared(barrier))
+               : "memory");
+}
+
 // 9.7.13.15.13 mbarrier.arrive, .expect_tx: arrives, and makes the phase wait for `bytes` of
 // copies.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* barrier, uint32_t bytes) {

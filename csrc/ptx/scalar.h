@@ -1,0 +1,43 @@
+// Instructions on single numbers that C++ has no word for. Numbers are sections of the PTX ISA 8.8.
+
+#ifndef JAX_FA4_CSRC_PTX_SCALAR_H_
+#define JAX_FA4_CSRC_PTX_SCALAR_H_
+
+#include "csrc/common/integers.h"
+
+namespace jax_fa4::ptx {
+
+// 9.7.3.12 max, .NaN: NaN if one of the numbers is, unlike fmaxf. Three operands since sm_100.
+__device__ __forceinline__ float max_nan_f32(float a, float b) {
+  float d;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
+  return d;
+}
+__device__ __forceinline__ float max_nan_f32(float a, float b, float c) {
+  float d;
+  asm("max.NaN.f32 %0, %1, %2, %3;" : "=f"(d) : "f"(a), "f"(b), "f"(c));
+  return d;
+}
+
+// 9.7.3.15 rcp, with a relative error of 2^-23.
+__device__ __forceinline__ float rcp_approx_ftz_f32(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// 9.7.8.7 shl and 9.7.8.8 shr: shifts by 32 or more, too, which give 0.
+__device__ __forceinline__ uint32_t shl_b32(uint32_t x, uint32_t by) {
+  uint32_t y;
+  asm("shl.b32 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(by));
+  return y;
+}
+__device__ __forceinline__ uint32_t shr_u32(uint32_t x, uint32_t by) {
+  uint32_t y;
+  asm("shr.u32 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(by));
+  return y;
+}
+
+}  // namespace jax_fa4::ptx
+
+#endif  // JAX_FA4_CSRC_PTX_SCALAR_H_

@@ -1,0 +1,91 @@
+// What a CTA does at a time, and in which blocks of keys: every role derives it by itself from the
+// task's index, which takes less time than to wait for another.
+
+#ifndef JAX_FA4_CSRC_SM100_TASK_H_
+#define JAX_FA4_CSRC_SM100_TASK_H_
+
+#include "csrc/common/row_bounds.h"
+#include "csrc/common/tile_schedule.h"
+#include "csrc/sm100/config.h"
+
+namespace jax_fa4::sm100 {
+
+// The blocks of keys of a task. All its tiles go through the same, from the last to the first.
+struct KeyBlocks {
+  KeySpan hull;         // the keys from the first to the last that some row sees
+  uint32_t first, end;  // blocks; one if no row sees any key
+
+  __device__ __forceinline__ explicit KeyBlocks(KeySpan of_hull)
+      : hull(of_hull),
+        first(of_hull.begin / kTileKeys),
+        end(max((of_hull.end + kTileKeys - 1) / kTileKeys, first + 1)) {}
+  __device__ __forceinline__ uint32_t Count() const { return end - first; }
+};
+
+// kQueryTiles query tiles of one pack of heads of one batch element.
+template <Kind kKind>
+struct Task {
+  uint32_t batch;
+  uint32_t head;      // the pack's first
+  uint32_t kv_head;   // the one that they share
+  uint32_t position;  // the first row's
+  uint32_t positions_of_tile;
+  __device__ __forceinline__ Task(const Parameters& p, uint32_t index) {
+    const TileSchedule::Task at = Schedule(p).At(index);
+    const uint32_t packs = p.heads / p.packed_heads;
+    batch = at.head / packs;
+    head = at.head % packs * p.packed_heads;
+    kv_head = head / (p.heads / p.kv_heads);
+    positions_of_tile = kTileRows / p.packed_heads;
+    position = at.row * (kQueryTiles * positions_of_tile);
+  }
+
+  // Calls work(task) for each task of this CTA.
+  template <class Work>
+  static __device__ __forceinline__ void ForEach(const Parameters& p, const Work& work) {
+    const uint32_t tasks = Schedule(p).Tasks();
+#pragma unroll 1
+    for (uint32_t index = blockIdx.x; index < tasks; index += gridDim.x) work(Task(p, index));
+  }
+
+  // All lanes of a warp call it together.
+  __device__ __forceinline__ KeyBlocks Blocks(const Parameters& p) const {
+    if (kKind == Kind::kFull) return KeyBlocks({0, static_cast<uint32_t>(p.keys)});
+    return KeyBlocks(Bounds(p).Hull(position, position + kQueryTiles * positions_of_tile));
+  }
+  __device__ __forceinline__ RowBounds Bounds(const Parameters& p) const {
+    const bool arrays = p.lower != nullptr;
+    return {arrays ? p.lower + int64_t{batch % p.lower_batch} * p.rows : nullptr,
+            arrays ? p.upper + int64_t{batch % p.upper_batch} * p.rows : nullptr,
+            p.rows,
+            p.keys,
+            p.band_low,
+            p.band_high};
+  }
+
+  // Where a row of a tile is in the arrays.
+  __device__ __forceinline__ uint32_t PositionOf(uint32_t stage, uint32_t row) const {
+    return position + stage * positions_of_tile + row * positions_of_tile / kTileRows;
+  }
+  __device__ __forceinline__ uint32_t HeadOf(uint32_t row) const {
+    return head + row % (kTileRows / positions_of_tile);
+  }
+  // Its index in arrays (B, T, N).
+  __device__ __forceinline__ int64_t IndexOf(const Parameters& p,
+                                             uint32_t stage,
+                                             uint32_t row) const {
+    return (int64_t{batch} * p.rows + PositionOf(stage, row)) * p.heads + HeadOf(row);
+  }
+
+ private:
+  static __device__ __forceinline__ TileSchedule Schedule(const Parameters& p) {
+    return {static_cast<uint32_t>(p.row_tasks),
+            static_cast<uint32_t>(p.head_tasks),
+            static_cast<uint32_t>(p.section),
+            p.last_first != 0};
+  }
+};
+
+}  // namespace jax_fa4::sm100
+
+#endif  // JAX_FA4_CSRC_SM100_TASK_H_
