@@ -28,6 +28,17 @@ __device__ __forceinline__ float LaneSum(float x) {
   return x;
 }
 
+// A number that all lanes have, such that the compiler knows this and nothing else of it: it
+// computes with it once for the warp, and does not compute it anew wherever it is needed.
+__device__ __forceinline__ uint32_t Uniform(uint32_t x) { return __shfl_sync(kAllLanes, x, 0); }
+
+// The same for the address of a variable in shared memory.
+template <class Variable>
+__device__ __forceinline__ Variable& UniformReference(Variable& x) {
+  const uint32_t address = Uniform(static_cast<uint32_t>(__cvta_generic_to_shared(&x)));
+  return *static_cast<Variable*>(__cvta_shared_to_generic(address));
+}
+
 }  // namespace jax_fa4
 
 #endif  // JAX_FA4_CSRC_COMMON_LANES_H_

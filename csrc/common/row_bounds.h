@@ -88,6 +88,7 @@ struct RowBounds {
       return band_low < band_high && !hull.Empty() ? hull : KeySpan{0, 0};
     }
     KeySpan some = {~0u, 0};
+#pragma unroll 1
     for (uint32_t row = first + threadIdx.x % 32; row < end; row += 32) {
       const KeySpan span = Of(row);
       if (!span.Empty()) some = {min(some.begin, span.begin), max(some.end, span.end)};

@@ -49,10 +49,10 @@ __device__ __forceinline__ void tcgen05_fence_after_thread_sync() {
 #define JAX_FA4_LIST16(x) JAX_FA4_LIST8(x, 0), JAX_FA4_LIST8(x, 8)
 #define JAX_FA4_LIST32(x) JAX_FA4_LIST16(x), JAX_FA4_LIST8(x, 16), JAX_FA4_LIST8(x, 24)
 #define JAX_FA4_NAMES16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-#define JAX_FA4_NAMES32                                                          \
-  JAX_FA4_NAMES16                                                                \
-      ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, " \
-      "%30, %31"
+#define JAX_FA4_NAMES32                                                      \
+  JAX_FA4_NAMES16                                                            \
+  ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, " \
+  "%30, %31"
 
 // 9.7.16.8.1 tcgen05.ld. The registers may be read behind tcgen05_wait_ld.
 __device__ __forceinline__ void tcgen05_ld_32x32b(uint32_t address, float (&x)[16]) {
@@ -69,10 +69,10 @@ __device__ __forceinline__ void tcgen05_ld_32x32b(uint32_t address, float (&x)[3
 }
 
 // 9.7.16.8.2 tcgen05.st. Others may read the columns behind tcgen05_wait_st.
-__device__ __forceinline__ void tcgen05_st_32x32b(uint32_t address, const float (&x)[16]) {
+__device__ __forceinline__ void tcgen05_st_32x32b(uint32_t address, const float (&x)[32]) {
 #define JAX_FA4_INPUT(i) "f"(x[i])
-  asm volatile("tcgen05.st.sync.aligned.32x32b.x16.b32 [%16], {" JAX_FA4_NAMES16
-               "};" ::JAX_FA4_LIST16(JAX_FA4_INPUT),
+  asm volatile("tcgen05.st.sync.aligned.32x32b.x32.b32 [%32], {" JAX_FA4_NAMES32
+               "};" ::JAX_FA4_LIST32(JAX_FA4_INPUT),
                "r"(address)
                : "memory");
 #undef JAX_FA4_INPUT
@@ -108,7 +108,7 @@ __device__ __forceinline__ void tcgen05_wait_st() {
 __device__ __forceinline__ uint64_t tcgen05_matrix_descriptor(uint32_t shared_address,
                                                               uint32_t panel_bytes) {
   constexpr uint32_t kEightRows = 8 * 128, kVersion = 1, kSwizzle128 = 2;
-  const uint32_t low = (shared_address >> 4 & 0x3fff) | panel_bytes >> 4 << 16;
+  const uint32_t low = shared_address >> 4 | panel_bytes >> 4 << 16;
   constexpr uint32_t kHigh = kEightRows >> 4 | kVersion << 14 | kSwizzle128 << 29;
   return uint64_t{kHigh} << 32 | low;
 }

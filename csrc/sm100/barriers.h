@@ -45,47 +45,67 @@ struct RingPlace {
   }
 };
 
-// The first kControlBytes. Indices are stages of query tiles, but where another is named.
-template <int32_t kKvStages, int32_t kOutStages>
-struct Control {
-  // From the load warp to the MMA warp and back: a tile has arrived; products that read it are
-  // done.
-  Barrier q_load_full[kQueryTiles], q_load_empty[kQueryTiles];
-  Barrier kv_load_full[kKvStages], kv_load_empty[kKvStages];  // by stage of the ring
-  // From the MMA warp: S is computed.
-  Barrier s_ready[kQueryTiles];
-  // To the MMA warp: the first part of P is stored and O is rescaled; the rest of P is stored.
-  Barrier p_o_rescale[kQueryTiles], p_ready_2[kQueryTiles];
-  // From the MMA warp: the last product is added to O.
-  Barrier o_ready[kQueryTiles];
-  // From the correction warps to the softmax warps: row_scale has been read.
-  Barrier softmax_corr_empty[kQueryTiles];
-  // From the epilogue to the store warp and back: a tile of out is staged; it has been read.
-  Barrier corr_epi_full[kOutStages], corr_epi_empty[kOutStages];
-  uint32_t tensor_memory;  // where tcgen05.alloc writes
+// Parities of the phases of barriers that are used once a block of keys, and once a task: in one
+// register, of which softmax threads have none to spare.
+class Phases {
+ public:
+  __device__ __forceinline__ uint32_t OfBlock() const { return parities_ & 1; }
+  __device__ __forceinline__ uint32_t OfTask() const { return parities_ >> 1; }
+  __device__ __forceinline__ void NextBlock() { parities_ ^= 1; }
+  __device__ __forceinline__ void NextTask() { parities_ ^= 2; }
 
+ private:
+  uint32_t parities_ = 0;
+};
+
+// What belongs to a query tile.
+struct TileControl {
+  // From the load warp to the MMA warp and back: Q has arrived; the products that read it are done.
+  Barrier q_load_full, q_load_empty;
+  // From the MMA warp: S is computed.
+  Barrier s_ready;
+  // To the MMA warp: the first part of P is stored and O is rescaled; the rest of P is stored.
+  Barrier p_o_rescale, p_ready_2;
+  // From the MMA warp: the last product is added to O.
+  Barrier o_ready;
+  // From the correction warps to the softmax warps: row_scale has been read.
+  Barrier softmax_corr_empty;
+  // From the epilogue to the store warp and back: the tile of out is staged; there is room for it.
+  Barrier corr_epi_full, corr_epi_empty;
   // What a row hands to its correction thread: by what to multiply O, and at last, where that is
   // who writes out, the sum of its weights.
-  float row_scale[kQueryTiles][kTileRows];
+  float row_scale[kTileRows];
+};
+
+// From the load warp to the MMA warp and back: a tile of keys or values has arrived; the products
+// that read it are done.
+struct KvControl {
+  Barrier kv_load_full, kv_load_empty;
+};
+
+// The first kControlBytes.
+template <int32_t kKvStages>
+struct Control {
+  TileControl tiles[kQueryTiles];
+  KvControl ring[kKvStages];
+  uint32_t tensor_memory;  // where tcgen05.alloc writes
 
   __device__ __forceinline__ void Init() {
     constexpr uint32_t kGroup = kTileRows;  // threads of a warpgroup
-    for (int32_t i = 0; i < kQueryTiles; ++i) {
-      q_load_full[i].Init(1);
-      q_load_empty[i].Init(1);
-      s_ready[i].Init(1);
-      p_o_rescale[i].Init(2 * kGroup);
-      p_ready_2[i].Init(kGroup);
-      o_ready[i].Init(1);
-      softmax_corr_empty[i].Init(kGroup);
+    for (TileControl& tile : tiles) {
+      tile.q_load_full.Init(1);
+      tile.q_load_empty.Init(1);
+      tile.s_ready.Init(1);
+      tile.p_o_rescale.Init(2 * kGroup);
+      tile.p_ready_2.Init(kGroup);
+      tile.o_ready.Init(1);
+      tile.softmax_corr_empty.Init(kGroup);
+      tile.corr_epi_full.Init(kGroup);
+      tile.corr_epi_empty.Init(32);
     }
-    for (int32_t i = 0; i < kKvStages; ++i) {
-      kv_load_full[i].Init(1);
-      kv_load_empty[i].Init(1);
-    }
-    for (int32_t i = 0; i < kOutStages; ++i) {
-      corr_epi_full[i].Init(kGroup);
-      corr_epi_empty[i].Init(32);
+    for (KvControl& stage : ring) {
+      stage.kv_load_full.Init(1);
+      stage.kv_load_empty.Init(1);
     }
     ptx::fence_mbarrier_init();
   }
@@ -106,32 +126,23 @@ template <class Variant>
 struct SharedMemory {
   static constexpr int32_t kKvStages = KvStages(Variant::kWidths);
   static constexpr int32_t kOutStages = OutStages(Variant::kWidths);
-  using Barriers = Control<kKvStages, kOutStages>;
-  static_assert(sizeof(Barriers) <= kControlBytes);
-
-  // Where a tile of out is staged, and how often that buffer was used before.
-  struct OutPlace {
-    int32_t buffer;
-    uint32_t use;
-  };
-  static __device__ __forceinline__ OutPlace OutPlaceOf(uint32_t task_index, uint32_t stage) {
-    const uint32_t tile = task_index * kQueryTiles + stage;
-    return {static_cast<int32_t>(tile % kOutStages), tile / kOutStages};
-  }
+  using Control = sm100::Control<kKvStages>;
+  static_assert(sizeof(Control) <= kControlBytes);
 
   unsigned char* start;
 
-  __device__ __forceinline__ Barriers& Control() const {
-    return *reinterpret_cast<Barriers*>(start);
+  __device__ __forceinline__ Control& Barriers() const {
+    return *reinterpret_cast<Control*>(start);
   }
   __device__ __forceinline__ unsigned char* Query(int32_t stage) const {
     return start + kControlBytes + stage * TileBytes(Variant::kWidths.query_key);
   }
   __device__ __forceinline__ unsigned char* Out(int32_t stage) const {
-    return Query(kQueryTiles) + stage * TileBytes(Variant::kWidths.value);
+    return Query(kQueryTiles) + stage % kOutStages * TileBytes(Variant::kWidths.value);
   }
   __device__ __forceinline__ unsigned char* KeyValue(int32_t stage) const {
-    return Out(kOutStages) + stage * KvStageBytes(Variant::kWidths);
+    return Out(0) + kOutStages * TileBytes(Variant::kWidths.value) +
+           stage * KvStageBytes(Variant::kWidths);
   }
 };
 

@@ -35,13 +35,22 @@ inline constexpr uint32_t kMmaWarp = kOtherGroup * (kGroupThreads / 32), kLoadWa
                           kStoreWarp = kMmaWarp + 2;
 static_assert((kOtherGroup + 1) * kGroupThreads == kThreads);
 
-__device__ __forceinline__ uint32_t TileRow() { return threadIdx.x % kTileRows; }
-// Taken from one lane, a number is known to the compiler to be the same in all.
-__device__ __forceinline__ uint32_t Warp() { return __shfl_sync(kAllLanes, threadIdx.x / 32, 0); }
-__device__ __forceinline__ uint32_t GroupWarp() { return Warp() % (kTileRows / kWarpRows); }
-// An address of tensor memory, in the lanes that this warp accesses.
-__device__ __forceinline__ uint32_t InOwnLanes(uint32_t column) {
-  return GroupWarp() * kWarpRows << 16 | column;
+// Who a thread is. Read anew wherever it is needed, and not kept in a register through all that
+// lies between.
+__device__ __forceinline__ uint32_t Thread() {
+  uint32_t thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+__device__ __forceinline__ uint32_t TileRow() { return Thread() % kTileRows; }
+__device__ __forceinline__ uint32_t Warp() { return Uniform(Thread() / 32); }
+__device__ __forceinline__ uint32_t Group() { return Uniform(Thread() / kGroupThreads); }
+__device__ __forceinline__ uint32_t GroupWarp() { return Warp() % (kGroupThreads / 32); }
+// The address of tensor memory in the lanes that this warp accesses.
+__device__ __forceinline__ uint32_t OwnLanes() { return GroupWarp() * kWarpRows << 16; }
+
+__device__ __forceinline__ uint32_t SharedAddress(const void* x) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(x));
 }
 
 template <class Variant>
@@ -53,8 +62,7 @@ struct Forward {
 
   const Parameters& p;
   Memory memory;
-  typename Memory::Barriers& barriers;
-
+  typename Memory::Control& control;
   // ---- Load
 
   // Boxes of 64 columns, of a tile of so many.
@@ -76,54 +84,55 @@ struct Forward {
   __device__ __forceinline__ void Load() const {
     const bool leads = ptx::elect_sync();
     KvPlace place;
-    uint32_t task_parity = 0;
+    Phases phases;
     Task::ForEach(p, [&](const Task& task) {
       const KeyBlocks blocks = task.Blocks(p);
       const auto load_query = [&](uint32_t stage) {
-        barriers.q_load_empty[stage].Wait(task_parity ^ 1);
+        control.tiles[stage].q_load_empty.Wait(phases.OfTask() ^ 1);
         if (leads) {
           LoadTile<kWidths.query_key>(memory.Query(stage),
                                       p.query,
                                       task.head,
                                       task.position + stage * task.positions_of_tile,
                                       task.batch % p.query_batch,
-                                      barriers.q_load_full[stage]);
+                                      control.tiles[stage].q_load_full);
         }
       };
       load_query(0);
 #pragma unroll 1
       for (uint32_t block = blocks.end; block-- > blocks.first;) {
-        barriers.kv_load_empty[place.stage].Wait(place.parity ^ 1);
+        control.ring[place.stage].kv_load_empty.Wait(place.parity ^ 1);
         if (leads) {
           LoadTile<kWidths.query_key>(memory.KeyValue(place.stage),
                                       p.key,
                                       task.kv_head,
                                       block * kTileKeys,
                                       task.batch % p.key_batch,
-                                      barriers.kv_load_full[place.stage]);
+                                      control.ring[place.stage].kv_load_full);
         }
         place.Advance();
         if (block + 1 == blocks.end) load_query(1);
-        barriers.kv_load_empty[place.stage].Wait(place.parity ^ 1);
+        control.ring[place.stage].kv_load_empty.Wait(place.parity ^ 1);
         if (leads) {
           LoadTile<kWidths.value>(memory.KeyValue(place.stage),
                                   p.value,
                                   task.kv_head,
                                   block * kTileKeys,
                                   task.batch % p.value_batch,
-                                  barriers.kv_load_full[place.stage]);
+                                  control.ring[place.stage].kv_load_full);
         }
         place.Advance();
       }
-      task_parity ^= 1;
+      phases.NextTask();
     });
     // Shared memory has to outlive the products that read it.
 #pragma unroll 1
     for (int32_t i = 0; i < Memory::kKvStages; ++i) {
-      barriers.kv_load_empty[place.stage].Wait(place.parity ^ 1);
+      control.ring[place.stage].kv_load_empty.Wait(place.parity ^ 1);
       place.Advance();
     }
-    for (int32_t i = 0; i < kQueryTiles; ++i) barriers.q_load_empty[i].Wait(task_parity ^ 1);
+    for (int32_t i = 0; i < kQueryTiles; ++i)
+      control.tiles[i].q_load_empty.Wait(phases.OfTask() ^ 1);
   }
 
   // ---- MMA
@@ -153,35 +162,38 @@ struct Forward {
   }
 
   __device__ __forceinline__ void Multiply() const {
-    using P = Products<Variant>;
+    const Products<Variant> products(
+        control.tensor_memory, SharedAddress(memory.Query(0)), SharedAddress(memory.KeyValue(0)));
     const bool leads = ptx::elect_sync();
     KvPlace place;
-    uint32_t task_parity = 0, block_parity = 0;
+    Phases phases;
 
     Task::ForEach(p, [&](const Task& task) {
       const KeyBlocks blocks = task.Blocks(p);
       const bool negate = ScaleOf(p, task.batch) < 0;
-      const auto query_key = [&](int32_t stage, const unsigned char* key) {
+      const auto query_key = [&](int32_t stage, int32_t key) {
         if (leads) {
-          P::QueryKey(stage, memory.Query(stage), key, negate);
-          ptx::tcgen05_commit(barriers.s_ready[stage].Get());
+          products.QueryKey(stage, key, negate);
+          ptx::tcgen05_commit(control.tiles[stage].s_ready.Get());
         }
       };
-      const auto weight_value = [&](int32_t stage, const unsigned char* value, bool add) {
-        barriers.p_o_rescale[stage].Wait(block_parity);
+      const auto weight_value = [&](int32_t stage, int32_t value, bool add) {
+        control.tiles[stage].p_o_rescale.Wait(phases.OfBlock());
         ptx::tcgen05_fence_after_thread_sync();
-        if (leads) P::template WeightValue<0, Variant::kFirstPart>(stage, value, add);
-        barriers.p_ready_2[stage].Wait(block_parity);
+        if (leads) products.template WeightValue<0, Variant::kFirstPart>(stage, value, add);
+        control.tiles[stage].p_ready_2.Wait(phases.OfBlock());
         ptx::tcgen05_fence_after_thread_sync();
-        if (leads) P::template WeightValue<Variant::kFirstPart, kTileKeys>(stage, value, true);
+        if (leads) {
+          products.template WeightValue<Variant::kFirstPart, kTileKeys>(stage, value, true);
+        }
       };
 
-      barriers.q_load_full[0].Wait(task_parity);
-      barriers.kv_load_full[place.stage].Wait(place.parity);
-      query_key(0, memory.KeyValue(place.stage));
-      barriers.q_load_full[1].Wait(task_parity);
-      query_key(1, memory.KeyValue(place.stage));
-      if (leads) ptx::tcgen05_commit(barriers.kv_load_empty[place.stage].Get());
+      control.tiles[0].q_load_full.Wait(phases.OfTask());
+      control.ring[place.stage].kv_load_full.Wait(place.parity);
+      query_key(0, place.stage);
+      control.tiles[1].q_load_full.Wait(phases.OfTask());
+      query_key(1, place.stage);
+      if (leads) ptx::tcgen05_commit(control.ring[place.stage].kv_load_empty.Get());
       place.Advance();
 
       bool add = false;
@@ -189,148 +201,146 @@ struct Forward {
       for (uint32_t block = blocks.end - 1; block > blocks.first; --block) {
         const KvPlace of_value = place;
         place.Advance();
-        unsigned char* const value = memory.KeyValue(of_value.stage);
-        const unsigned char* const key = memory.KeyValue(place.stage);
-        barriers.kv_load_full[of_value.stage].Wait(of_value.parity);
-        ClearUnseen(value, blocks.hull, block);
-        weight_value(0, value, add);
-        barriers.kv_load_full[place.stage].Wait(place.parity);
-        query_key(0, key);
-        weight_value(1, value, add);
-        if (leads) ptx::tcgen05_commit(barriers.kv_load_empty[of_value.stage].Get());
-        query_key(1, key);
-        if (leads) ptx::tcgen05_commit(barriers.kv_load_empty[place.stage].Get());
+        control.ring[of_value.stage].kv_load_full.Wait(of_value.parity);
+        ClearUnseen(memory.KeyValue(of_value.stage), blocks.hull, block);
+        weight_value(0, of_value.stage, add);
+        control.ring[place.stage].kv_load_full.Wait(place.parity);
+        query_key(0, place.stage);
+        weight_value(1, of_value.stage, add);
+        if (leads) ptx::tcgen05_commit(control.ring[of_value.stage].kv_load_empty.Get());
+        query_key(1, place.stage);
+        if (leads) ptx::tcgen05_commit(control.ring[place.stage].kv_load_empty.Get());
         place.Advance();
-        block_parity ^= 1;
+        phases.NextBlock();
         add = true;
       }
 
       if (leads) {
         for (int32_t i = 0; i < kQueryTiles; ++i) {
-          ptx::tcgen05_commit(barriers.q_load_empty[i].Get());
+          ptx::tcgen05_commit(control.tiles[i].q_load_empty.Get());
         }
       }
-      unsigned char* const value = memory.KeyValue(place.stage);
-      barriers.kv_load_full[place.stage].Wait(place.parity);
-      ClearUnseen(value, blocks.hull, blocks.first);
+      control.ring[place.stage].kv_load_full.Wait(place.parity);
+      ClearUnseen(memory.KeyValue(place.stage), blocks.hull, blocks.first);
       for (int32_t stage = 0; stage < kQueryTiles; ++stage) {
-        weight_value(stage, value, add);
-        if (leads) ptx::tcgen05_commit(barriers.o_ready[stage].Get());
+        weight_value(stage, place.stage, add);
+        if (leads) ptx::tcgen05_commit(control.tiles[stage].o_ready.Get());
       }
-      if (leads) ptx::tcgen05_commit(barriers.kv_load_empty[place.stage].Get());
+      if (leads) ptx::tcgen05_commit(control.ring[place.stage].kv_load_empty.Get());
       place.Advance();
-      block_parity ^= 1;
-      task_parity ^= 1;
+      phases.NextBlock();
+      phases.NextTask();
     });
   }
 
   // ---- Softmax
 
-  __device__ __forceinline__ void Softmax(uint32_t stage) const {
-    const uint32_t row = TileRow();
-    const StatisticsBarrier statistics(stage, GroupWarp());
-    const uint32_t s_column = InOwnLanes(ColumnOfS(stage)), p_column = InOwnLanes(ColumnOfP(stage));
-    uint32_t task_index = 0, block_parity = 0, corr_parity = 0;
+  // The warpgroup's number is the stage of its query tile.
+  __device__ __forceinline__ void Softmax() const {
+    const StatisticsBarrier statistics(Group(), GroupWarp());
+    TileControl& tile = UniformReference(control.tiles[Group()]);
+    float& row_scale = tile.row_scale[TileRow()];
+    const uint32_t tensor_s = Uniform(OwnLanes() + ColumnOfS(Group()));
+    Phases phases;
 
     Task::ForEach(p, [&](const Task& task) {
       const KeyBlocks blocks = task.Blocks(p);
       const LogitScale scale(ScaleOf(p, task.batch), p.softcap);
-      const bool exists = task.PositionOf(stage, row) < p.rows;
+      const int64_t index = task.IndexOf(p, Group(), TileRow());
       // The keys that this row sees, and those that all rows of the warp see.
       KeySpan seen = blocks.hull, all = blocks.hull;
       if (Variant::kKind != Kind::kFull) {
-        seen = task.Bounds(p).Of(task.PositionOf(stage, row));
+        seen = task.Bounds(p).Of(task.PositionOf(Group(), TileRow()));
         all = seen.Empty() ? KeySpan{0, ~0u} : seen;
         all = {__reduce_max_sync(kAllLanes, all.begin), __reduce_min_sync(kAllLanes, all.end)};
       }
+
+      // Of the rows of all tasks before, each sum has been handed on too.
+      const uint32_t handed_on = Variant::kCorrectionWritesOut ? phases.OfTask() : 0;
 
       SoftmaxRow softmax;
 #pragma unroll 1
       for (uint32_t block = blocks.end; block-- > blocks.first;) {
         const uint32_t first = block * kTileKeys;
         float s[kTileKeys];
-        barriers.s_ready[stage].Wait(block_parity);
+        tile.s_ready.Wait(phases.OfBlock());
         ptx::tcgen05_fence_after_thread_sync();
 #pragma unroll
         for (int32_t k = 0; k < kTileKeys; k += 32) {
-          ptx::tcgen05_ld_32x32b(s_column + k, reinterpret_cast<float (&)[32]>(s[k]));
+          ptx::tcgen05_ld_32x32b(tensor_s + k, reinterpret_cast<float (&)[32]>(s[k]));
         }
         ptx::tcgen05_wait_ld();
 
         if (Variant::kKind == Kind::kSoftcap) Cap(s, scale.into_cap);
         if (!all.Holds(KeySpan{first, first + kTileKeys})) Mask(s, seen, first);
         const auto step = softmax.Raise(Maximum(s, softmax.maximum), scale.scale_log2);
-        barriers.row_scale[stage][row] = step.decay;
+        row_scale = step.decay;
         ptx::tcgen05_fence_before_thread_sync();
         statistics.Arrive();
 
-        WeighAndStore<0>(s, p_column, scale.scale_log2, step.reference, stage);
-        barriers.softmax_corr_empty[stage].Wait(corr_parity);
+        WeighAndStore<0>(
+            s, tensor_s + ColumnOfP(0) - ColumnOfS(0), scale.scale_log2, step.reference, tile);
+        tile.softmax_corr_empty.Wait(phases.OfBlock() ^ handed_on);
         softmax.sum = fmaf(softmax.sum, step.decay, Sum(s));
-        block_parity ^= 1;
-        corr_parity ^= 1;
+        phases.NextBlock();
       }
 
       softmax.Close();
       const bool keep = !seen.Empty() && softmax.sum != 0;
       if (Variant::kCorrectionWritesOut) {
-        barriers.row_scale[stage][row] = softmax.sum;
+        row_scale = softmax.sum;
         statistics.Arrive();
       } else {
-        WriteOut(task, task_index, stage, keep, softmax.sum);
+        WriteOut(index, phases.OfTask(), Group(), keep, softmax.sum);
       }
-      if (exists) {
+      if (index >= 0) {
         const LogSumExp finished = keep ? softmax.Finish(scale) : LogSumExp{-Infinity(), 0};
-        const int64_t index = task.IndexOf(p, stage, row);
         p.lse[index] = finished.lse;
         p.lse_rounding[index] = finished.rounding;
       }
-      if (Variant::kCorrectionWritesOut) {
-        barriers.softmax_corr_empty[stage].Wait(corr_parity);
-        corr_parity ^= 1;
-      }
-      ++task_index;
+      if (Variant::kCorrectionWritesOut) tile.softmax_corr_empty.Wait(phases.OfBlock() ^ handed_on);
+      phases.NextTask();
     });
   }
 
   // Computes and stores the weights of fragments from kFirst on.
   template <int32_t kFirst>
   __device__ __forceinline__ void WeighAndStore(float (&s)[kTileKeys],
-                                                uint32_t p_column,
+                                                uint32_t tensor_p,
                                                 float scale_log2,
                                                 float reference,
-                                                uint32_t stage) const {
+                                                TileControl& tile) const {
     uint32_t packed[16];
     Weigh<Variant, kFirst>(s, packed, scale_log2, reference);
-    ptx::tcgen05_st_32x32b(p_column + kFirst / 2, packed);
+    ptx::tcgen05_st_32x32b(tensor_p + kFirst / 2, packed);
     if constexpr (kFirst + 32 == Variant::kFirstPart || kFirst + 32 == kTileKeys) {
       ptx::tcgen05_wait_st();
       ptx::tcgen05_fence_before_thread_sync();
-      (kFirst + 32 == kTileKeys ? barriers.p_ready_2 : barriers.p_o_rescale)[stage].Arrive();
+      (kFirst + 32 == kTileKeys ? tile.p_ready_2 : tile.p_o_rescale).Arrive();
     }
     if constexpr (kFirst + 32 < kTileKeys) {
-      WeighAndStore<kFirst + 32>(s, p_column, scale_log2, reference, stage);
+      WeighAndStore<kFirst + 32>(s, tensor_p, scale_log2, reference, tile);
     }
   }
 
   // ---- Correction
 
   __device__ __forceinline__ void Correct() const {
-    const uint32_t row = TileRow();
-    uint32_t task_index = 0;
+    const uint32_t row = TileRow(), warp = GroupWarp(), lanes = Uniform(OwnLanes());
+    const auto wait_for_row = [&](uint32_t stage) {
+      StatisticsBarrier(stage, warp).Wait();
+      return control.tiles[stage].row_scale[row];
+    };
+    Phases phases;
 
     Task::ForEach(p, [&](const Task& task) {
       const uint32_t count = task.Blocks(p).Count();
-      const auto wait_for_row = [&](uint32_t stage) {
-        StatisticsBarrier(stage, GroupWarp()).Wait();
-        return barriers.row_scale[stage][row];
-      };
       // The first product of a task does not add to O.
       wait_for_row(0);
-      barriers.p_o_rescale[0].Arrive();
-      barriers.softmax_corr_empty[0].Arrive();
+      control.tiles[0].p_o_rescale.Arrive();
+      control.tiles[0].softmax_corr_empty.Arrive();
       wait_for_row(1);
-      barriers.p_o_rescale[1].Arrive();
+      control.tiles[1].p_o_rescale.Arrive();
 #pragma unroll 1
       for (uint32_t i = 1; i < count; ++i) {
 #pragma unroll
@@ -339,64 +349,64 @@ struct Forward {
           // Behind S, of which the softmax warp tells, are all products before it.
           ptx::tcgen05_fence_after_thread_sync();
           if (__any_sync(kAllLanes, decay < 1)) {
-            RescaleRow<Variant>(InOwnLanes(ColumnOfO(stage, kWidths)), decay);
+            RescaleRow<Variant>(lanes + ColumnOfO(stage, kWidths), decay);
           }
           ptx::tcgen05_fence_before_thread_sync();
-          barriers.p_o_rescale[stage].Arrive();
+          control.tiles[stage].p_o_rescale.Arrive();
           // The other stage's, so that the two take turns.
-          barriers.softmax_corr_empty[1 - stage].Arrive();
+          control.tiles[1 - stage].softmax_corr_empty.Arrive();
         }
       }
-      barriers.softmax_corr_empty[1].Arrive();
+      control.tiles[1].softmax_corr_empty.Arrive();
 
       if (Variant::kCorrectionWritesOut) {
         for (uint32_t stage = 0; stage < kQueryTiles; ++stage) {
           const float sum = wait_for_row(stage);
-          barriers.softmax_corr_empty[stage].Arrive();
-          WriteOut(task, task_index, stage, sum != 0, sum);
+          control.tiles[stage].softmax_corr_empty.Arrive();
+          WriteOut(task.IndexOf(p, stage, row), phases.OfTask(), stage, sum != 0, sum);
         }
       }
-      ++task_index;
+      phases.NextTask();
     });
   }
 
   // ---- Out
 
+  // Whose tile is staged next where that of this stage was.
+  static __device__ __forceinline__ uint32_t NextInBuffer(uint32_t stage) {
+    return Memory::kOutStages == 1 ? 1 - stage : stage;
+  }
+  // The parity of the phase that makes room for a tile: of the tile before it in its buffer, which
+  // is one of the same task for the second tile in a buffer for both.
+  static __device__ __forceinline__ uint32_t RoomParity(uint32_t task_parity, uint32_t stage) {
+    return Memory::kOutStages == 1 && stage == 1 ? task_parity : task_parity ^ 1;
+  }
+
   // A row of out, by the thread that has it in tensor memory.
   __device__ __forceinline__ void WriteOut(
-      const Task& task, uint32_t task_index, uint32_t stage, bool keep, float sum) const {
-    const uint32_t row = TileRow();
-    const OutRow<Variant> out = {InOwnLanes(ColumnOfO(stage, kWidths)), 1 / sum, keep};
-    barriers.o_ready[stage].Wait(task_index & 1);
+      int64_t index, uint32_t task_parity, uint32_t stage, bool keep, float sum) const {
+    const OutRow<Variant> out = {OwnLanes() + ColumnOfO(stage, kWidths), 1 / sum, keep};
+    control.tiles[stage].o_ready.Wait(task_parity);
     ptx::tcgen05_fence_after_thread_sync();
     if (p.out_float != nullptr) {
-      const bool exists = task.PositionOf(stage, row) < p.rows;
-      out.Store(exists ? p.out_float + task.IndexOf(p, stage, row) * p.value_width : nullptr,
-                p.value_width);
+      out.Store(index >= 0 ? p.out_float + index * p.value_width : nullptr, p.value_width);
       ptx::tcgen05_fence_before_thread_sync();
     } else {
-      const auto place = Memory::OutPlaceOf(task_index, stage);
-      // Where both stages share a buffer, who fills it has to see each of its phases end: parities
-      // tell only neighbouring phases apart.
-      if (Memory::kOutStages == 1 && place.use > 0) {
-        barriers.corr_epi_empty[place.buffer].Wait(place.use & 1);
-      }
-      barriers.corr_epi_empty[place.buffer].Wait(place.use & 1 ^ 1);
-      out.Stage(memory.Out(place.buffer), row);
+      control.tiles[stage].corr_epi_empty.Wait(RoomParity(task_parity, stage));
+      out.Stage(memory.Out(stage), TileRow());
       ptx::tcgen05_fence_before_thread_sync();
       ptx::fence_proxy_async();
-      barriers.corr_epi_full[place.buffer].Arrive();
+      control.tiles[stage].corr_epi_full.Arrive();
     }
   }
 
   __device__ __forceinline__ void Store() const {
     if (p.out_float != nullptr) return;
     const bool leads = ptx::elect_sync();
-    uint32_t task_index = 0;
+    Phases phases;
     Task::ForEach(p, [&](const Task& task) {
       for (uint32_t stage = 0; stage < kQueryTiles; ++stage) {
-        const auto place = Memory::OutPlaceOf(task_index, stage);
-        barriers.corr_epi_full[place.buffer].Wait(place.use & 1);
+        control.tiles[stage].corr_epi_full.Wait(phases.OfTask());
         if (leads) {
 #pragma unroll
           for (int32_t panel = 0; panel < Panels(kWidths.value); ++panel) {
@@ -405,31 +415,31 @@ struct Forward {
                                                task.head,
                                                task.position + stage * task.positions_of_tile,
                                                task.batch,
-                                               memory.Out(place.buffer) + panel * kPanelBytes);
+                                               memory.Out(stage) + panel * kPanelBytes);
           }
           ptx::cp_async_bulk_commit_group();
           ptx::cp_async_bulk_wait_group_read<0>();
         }
         __syncwarp();
-        barriers.corr_epi_empty[place.buffer].Arrive();
+        control.tiles[NextInBuffer(stage)].corr_epi_empty.Arrive();
       }
-      ++task_index;
+      phases.NextTask();
     });
   }
 
   // ---- All roles
 
   __device__ __forceinline__ void Run() const {
-    const uint32_t warp = Warp(), group = warp / (kGroupThreads / 32);
+    const uint32_t warp = Warp(), group = Group();
     constexpr Registers kRegisters = Variant::kRegisters;
-    if (warp == kLoadWarp && ptx::elect_sync()) barriers.Init();
+    if (warp == kLoadWarp && ptx::elect_sync()) control.Init();
     // All of tensor memory: it starts at address 0.
-    if (warp == kMmaWarp) ptx::tcgen05_alloc(&barriers.tensor_memory, kTensorColumns);
+    if (warp == kMmaWarp) ptx::tcgen05_alloc(&control.tensor_memory, kTensorColumns);
     __syncthreads();
 
     if (group < kCorrectionGroup) {
       ptx::setmaxnreg_inc<kRegisters.softmax>();
-      Softmax(group);
+      Softmax();
     } else if (group == kCorrectionGroup) {
       ptx::setmaxnreg_dec<kRegisters.correction>();
       Correct();
@@ -441,7 +451,7 @@ struct Forward {
     }
 
     __syncthreads();  // tensor memory has been read
-    if (warp == kMmaWarp) ptx::tcgen05_dealloc(0, kTensorColumns);
+    if (Warp() == kMmaWarp) ptx::tcgen05_dealloc(0, kTensorColumns);
   }
 };
 
@@ -449,7 +459,7 @@ template <class Variant>
 __device__ __forceinline__ void RunForward(const Parameters& p) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const SharedMemory<Variant> memory = {shared};
-  Forward<Variant>{p, memory, memory.Control()}.Run();
+  Forward<Variant>{p, memory, memory.Barriers()}.Run();
 }
 
 }  // namespace jax_fa4::sm100

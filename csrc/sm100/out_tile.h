@@ -9,6 +9,16 @@
 
 namespace jax_fa4::sm100 {
 
+template <int32_t kColumns>
+__device__ __forceinline__ void Multiply(float (&x)[kColumns], float factor) {
+#pragma unroll
+  for (int32_t i = 0; i < kColumns; i += 2) {
+    const float2 two = ptx::mul_rn_f32x2(make_float2(x[i], x[i + 1]), make_float2(factor, factor));
+    x[i] = two.x;
+    x[i + 1] = two.y;
+  }
+}
+
 // A row of O in tensor memory. It is read and multiplied by `factor`; rows that are not kept become
 // zeros, whatever they hold.
 template <class Variant>
@@ -60,31 +70,20 @@ struct OutRow {
   __device__ __forceinline__ void Load(int32_t column, float (&x)[kPiece]) const {
     ptx::tcgen05_ld_32x32b(tensor + column, x);
     ptx::tcgen05_wait_ld();
-#pragma unroll
-    for (int32_t i = 0; i < kPiece; i += 2) {
-      const float2 two =
-          ptx::mul_rn_f32x2(make_float2(x[i], x[i + 1]), make_float2(factor, factor));
-      x[i] = two.x;
-      x[i + 1] = two.y;
-    }
+    Multiply(x, factor);
   }
 };
 
 // Multiplies a row of O by `factor`.
 template <class Variant>
 __device__ __forceinline__ void RescaleRow(uint32_t tensor, float factor) {
+  constexpr int32_t kPiece = 32;
 #pragma unroll
-  for (int32_t column = 0; column < Variant::kWidths.value; column += 16) {
-    float x[16];
+  for (int32_t column = 0; column < Variant::kWidths.value; column += kPiece) {
+    float x[kPiece];
     ptx::tcgen05_ld_32x32b(tensor + column, x);
     ptx::tcgen05_wait_ld();
-#pragma unroll
-    for (int32_t i = 0; i < 16; i += 2) {
-      const float2 two =
-          ptx::mul_rn_f32x2(make_float2(x[i], x[i + 1]), make_float2(factor, factor));
-      x[i] = two.x;
-      x[i + 1] = two.y;
-    }
+    Multiply(x, factor);
     ptx::tcgen05_st_32x32b(tensor + column, x);
   }
   ptx::tcgen05_wait_st();

@@ -62,12 +62,13 @@ __device__ __forceinline__ void Cap(float (&s)[kKeys], float into_cap) {
 // Hides keys that are not in `seen`, of the block of keys that starts at `first`.
 template <int32_t kKeys>
 __device__ __forceinline__ void Mask(float (&s)[kKeys], KeySpan seen, uint32_t first) {
+  const int32_t begin = static_cast<int32_t>(seen.begin - first);
+  const int32_t left = static_cast<int32_t>(first - seen.end);
 #pragma unroll
   for (int32_t fragment = 0; fragment < kKeys; fragment += 32) {
     // A bit for each key: shifts by 32 and more leave none.
-    const int32_t before = static_cast<int32_t>(seen.begin - (first + fragment));
-    const int32_t behind = static_cast<int32_t>(first + fragment + 32 - seen.end);
-    const uint32_t keep = ptx::shl_b32(~0u, max(before, 0)) & ptx::shr_u32(~0u, max(behind, 0));
+    const uint32_t keep = ptx::shl_b32(~0u, max(begin - fragment, 0)) &
+                          ptx::shr_u32(~0u, max(left + fragment + 32, 0));
 #pragma unroll
     for (int32_t k = 0; k < 32; ++k) {
       s[fragment + k] = keep & 1u << k ? s[fragment + k] : -Infinity();

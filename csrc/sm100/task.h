@@ -32,11 +32,12 @@ struct Task {
   uint32_t positions_of_tile;
   __device__ __forceinline__ Task(const Parameters& p, uint32_t index) {
     const TileSchedule::Task at = Schedule(p).At(index);
-    const uint32_t packs = p.heads / p.packed_heads;
+    const uint32_t heads = p.heads, group = heads / static_cast<uint32_t>(p.kv_heads);
+    const uint32_t packed_bits = __ffs(p.packed_heads) - 1, packs = heads >> packed_bits;
     batch = at.head / packs;
-    head = at.head % packs * p.packed_heads;
-    kv_head = head / (p.heads / p.kv_heads);
-    positions_of_tile = kTileRows / p.packed_heads;
+    head = at.head % packs << packed_bits;
+    kv_head = head / group;
+    positions_of_tile = kTileRows >> packed_bits;
     position = at.row * (kQueryTiles * positions_of_tile);
   }
 
@@ -70,11 +71,12 @@ struct Task {
   __device__ __forceinline__ uint32_t HeadOf(uint32_t row) const {
     return head + row % (kTileRows / positions_of_tile);
   }
-  // Its index in arrays (B, T, N).
+  // Its index in arrays (B, T, N), or -1 if its position is beyond T.
   __device__ __forceinline__ int64_t IndexOf(const Parameters& p,
                                              uint32_t stage,
                                              uint32_t row) const {
-    return (int64_t{batch} * p.rows + PositionOf(stage, row)) * p.heads + HeadOf(row);
+    const uint32_t at = PositionOf(stage, row), rows = p.rows;
+    return at < rows ? (int64_t{batch} * rows + at) * p.heads + HeadOf(row) : -1;
   }
 
  private:

@@ -34,9 +34,8 @@ struct Variant {
   // out. Else they have time while others still have keys to go through.
   static constexpr bool kCorrectionWritesOut = kKind == Kind::kFull;
 
-  static constexpr Registers kRegisters = kQueryKeyWidth <= 96   ? Registers{200, 64, 48}
-                                          : kCorrectionWritesOut ? Registers{192, 80, 48}
-                                                                 : Registers{192, 72, 56};
+  static constexpr Registers kRegisters =
+      kCorrectionWritesOut ? Registers{192, 80, 48} : Registers{200, 64, 48};
   static_assert(2 * kRegisters.softmax + kRegisters.correction + kRegisters.other <= 512);
 
   // Keys of a block whose weights are handed to the tensor cores before the rest.
