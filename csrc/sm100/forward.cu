@@ -265,13 +265,13 @@ struct Forward {
         float s[kTileKeys];
         tile.s_ready.Wait(phases.OfBlock());
         ptx::tcgen05_fence_after_thread_sync();
+        if (Variant::kKind == Kind::kSoftcap) CapRow(tensor_s, scale.into_cap);
 #pragma unroll
         for (int32_t k = 0; k < kTileKeys; k += 32) {
           ptx::tcgen05_ld_32x32b(tensor_s + k, reinterpret_cast<float (&)[32]>(s[k]));
         }
         ptx::tcgen05_wait_ld();
 
-        if (Variant::kKind == Kind::kSoftcap) Cap(s, scale.into_cap);
         if (!all.Holds(KeySpan{first, first + kTileKeys})) Mask(s, seen, first);
         const auto step = softmax.Raise(Maximum(s, softmax.maximum), scale.scale_log2);
         row_scale = step.decay;
@@ -301,6 +301,19 @@ struct Forward {
       if (Variant::kCorrectionWritesOut) tile.softmax_corr_empty.Wait(phases.OfBlock() ^ handed_on);
       phases.NextTask();
     });
+  }
+
+  // Caps a row of S where it is: there is no room for what that takes beside a whole row.
+  static __device__ __forceinline__ void CapRow(uint32_t tensor_s, float into_cap) {
+#pragma unroll 1
+    for (int32_t k = 0; k < kTileKeys; k += 32) {
+      float s[32];
+      ptx::tcgen05_ld_32x32b(tensor_s + k, s);
+      ptx::tcgen05_wait_ld();
+      Cap(s, into_cap);
+      ptx::tcgen05_st_32x32b(tensor_s + k, s);
+    }
+    ptx::tcgen05_wait_st();
   }
 
   // Computes and stores the weights of fragments from kFirst on.
