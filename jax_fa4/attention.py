@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_fa4 import autodiff, dispatch
+from jax_fa4 import autodiff, cuda, dispatch
 from jax_fa4 import problem as spec
 
 _INT32 = np.iinfo(np.int32)
@@ -200,7 +200,7 @@ def passes(
 
     def choose(structs: dict[str, Any]) -> None:
         call, arrays = _check(**structs, **rest)
-        modules[:] = dispatch.passes(call.implementation, *_pose(call, arrays), device or dispatch.default_device())
+        modules[:] = dispatch.passes(call.implementation, *_pose(call, arrays), device or cuda.default_device())
 
     jax.eval_shape(choose, structs)
     forward, backward = (next(name for name, one in dispatch.NAMES.items() if one is module) for module in modules)

@@ -4,14 +4,17 @@ A call is lowered to a custom call whose handler (csrc/host/) makes a plan and l
 holds for the GPU at hand. Which ones these are is decided when the call runs: a program lowered away from a GPU runs
 on every GPU that there is a kernel for, and fails on others with a sentence that names their compute capability.
 
+Kernels that have not been seen on the GPU at hand are tested there before their first use: see `selftest`.
+
 `emulated` makes the same calls to handlers for the CPU, which run the same plan in the emulator.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +23,7 @@ from jax import Array, lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jax_fa4 import native
+from jax_fa4 import native, selftest
 from jax_fa4 import problem as spec
 
 CUSTOM_CALLS = ("jax_fa4_forward_v1", "jax_fa4_backward_v1")
@@ -33,35 +36,115 @@ attributes never change; others would get another name.
 
 _DTYPES = ("float16", "bfloat16", "float32")
 _MOST_WIDTH = 256
+# D and Dv by which every kernel is reached: those that kernels are compiled for, and two that the copy engine does not
+# take.
+_WIDTHS = ((64, 64), (128, 128), (256, 256), (96, 96), (192, 128), (60, 60), (124, 124))
 _OLDEST = (8, 0)
 KERNELS = ("sm80_forward", "sm80_backward")
-"""The kernel files without which nothing runs."""
+"""The files of the plain kernels, which serve every call that any kernel serves."""
+GPUS: tuple[selftest.Capability, ...] = ((8, 0), (9, 0), (10, 0), (10, 3), (12, 0))
+"""Compute capabilities of GPUs, one of each kind for which other kernels may be chosen."""
 
 _PLATFORM = "implementation='cuda' needs an NVIDIA GPU, but this is for the platform '{platform}'."
 
 
 def why_not(problem: spec.Problem, operands: spec.Operands, device: jax.Device | None) -> str | None:
     """Why the kernels do not support a problem, or the device (None: whatever it is lowered for); None if they do."""
-    if device is not None:
-        if device.platform != "gpu":
-            return _PLATFORM.format(platform=device.platform)
-        capability = str(getattr(device, "compute_capability", ""))
-        if not capability.replace(".", "").isdigit():  # another maker's GPU
-            return f"implementation='cuda' needs an NVIDIA GPU, but this is {device.device_kind}."
-        major, minor = map(int, capability.split("."))
-        if (major, minor) < _OLDEST:
-            return f"implementation='cuda' needs a GPU of compute capability 8.0 or newer, but this has {capability}."
-        return unsupported("cuda", operands) or _missing_kernels(major, minor)
-    return unsupported("cuda", operands)
+    reason = unsupported_on(problem, operands, device)
+    if reason is None and device is not None:
+        reason = fault("forward", problem, operands, device)
+    return reason
 
 
-def _missing_kernels(major: int, minor: int) -> str | None:
+def unsupported_on(problem: spec.Problem, operands: spec.Operands, device: jax.Device | None) -> str | None:
+    """As `why_not`, apart from the self-test."""
+    if device is None:
+        return unsupported("cuda", operands)
+    reason = why_not_gpu(device) or unsupported("cuda", operands)
+    return reason or _without_kernels(problem, operands, selftest.capability(device))
+
+
+def why_not_gpu(device: jax.Device) -> str | None:
+    """Why there are no kernels for a device, or None."""
+    if device.platform != "gpu":
+        return _PLATFORM.format(platform=device.platform)
+    capability = str(getattr(device, "compute_capability", ""))
+    if not capability.replace(".", "").isdigit():  # another maker's GPU
+        return f"implementation='cuda' needs an NVIDIA GPU, but this is {device.device_kind}."
+    if selftest.capability(device) < _OLDEST:
+        return f"implementation='cuda' needs a GPU of compute capability 8.0 or newer, but this has {capability}."
+    return None
+
+
+def _without_kernels(problem: spec.Problem, operands: spec.Operands, gpu: selftest.Capability) -> str | None:
     try:
-        for kernels in KERNELS:
-            native.extension().kernel_file(kernels, major, minor)
+        launched = [file for name in PASSES for file, _ in kernels(name, problem, operands, gpu)]
+    except ValueError as error:
+        return f"implementation='cuda' cannot do this: {error}"
+    try:
+        for file in dict.fromkeys([*KERNELS, *launched]):
+            native.extension().kernel_file(file, *gpu)
     except RuntimeError as error:
         return f"implementation='cuda' needs what the package should hold: {error}"
     return None
+
+
+def gpu_at_hand() -> jax.Device | None:
+    """The GPU that stands for all GPUs while a call is traced: the default device, or another of this process."""
+    default = default_device()
+    if default.platform == "gpu":
+        return default
+    try:
+        return jax.local_devices(backend="gpu")[0]
+    except RuntimeError:  # there is none
+        return None
+
+
+def default_device() -> jax.Device:
+    """The device that JAX would choose."""
+    chosen = getattr(jax.config, "jax_default_device")  # noqa: B009  (of no type that mypy knows)
+    return jax.devices(chosen)[0] if chosen is None or isinstance(chosen, str) else chosen
+
+
+def kernels(name: Pass, problem: spec.Problem, operands: spec.Operands, gpu: selftest.Capability) -> selftest.Kernels:
+    """What a pass launches on GPUs of a compute capability, of operands that `unsupported` has nothing against.
+
+    Raises:
+      ValueError: there is no kernel for such sizes.
+    """
+    (_, rows, heads, _), keys = operands.query.shape, operands.key.shape[1]
+    if 0 in (operands.batch, rows, heads, keys):
+        return ()  # no call is made
+    dtype, float32 = operands.query.dtype.name, "float32"
+    query, key, value = ([*x.shape[:3], x.shape[3] or 1] for x in operands[:3])
+    lse = [operands.batch, rows, heads]
+    out = spec.out_dtype(problem, operands).name, [*lse, value[3]]
+    none = ("int32", [0])
+    bounds = [none if x is None else ("int32", list(x.shape)) for x in (operands.lower, operands.upper)]
+    arrays = [(dtype, query), (dtype, key), (dtype, value), (float32, list(operands.scale.shape)), *bounds]
+    arrays += [out, (float32, lse), (float32, lse)]
+    attributes = _attributes(problem, operands)
+    if name == "forward":
+        # Multiprocessors and cache decide about the grid, not about the kernel.
+        plan = native.extension().forward_plan(gpu, 1, 0, arrays, *attributes.values())
+    else:
+        gradients = [(dtype, [operands.batch, *x[1:]]) for x in (query, key, value)]
+        workspace = native.extension().backward_workspace_bytes(
+            *lse[:2], keys, heads, key[2], query[3], value[3], operands.query.dtype.itemsize
+        )
+        arrays += [out, (float32, [0]), *gradients, (float32, lse), ("uint8", [workspace])]
+        plan = native.extension().backward_plan(gpu, arrays, *attributes.values(), problem.deterministic)
+    return tuple((launch["module"], launch["kernel"]) for launch in plan)
+
+
+def fault(name: Pass, problem: spec.Problem, operands: spec.Operands, device: jax.Device) -> str | None:
+    """What the self-test found wrong with a pass's kernels on a GPU that `unsupported_on` has nothing against; or None.
+
+    Unless they have been seen on such a GPU, or were tested in this process before, it runs now.
+    """
+    launched = kernels(name, problem, operands, selftest.capability(device))
+    widths = operands.query.shape[3], operands.value.shape[3]
+    return selftest.fault(PASSES[name], launched, operands.query.dtype, widths, device)
 
 
 def unsupported(name: str, operands: spec.Operands) -> str | None:
@@ -83,6 +166,7 @@ def unsupported(name: str, operands: spec.Operands) -> str | None:
     return native.why_not()
 
 
+Pass = Literal["forward", "backward"]
 Place = Callable[[Callable[..., Any], Any], Any]
 """Calls a function of arrays on the one platform that it is for, and refuses to be lowered for another."""
 
@@ -100,14 +184,60 @@ def in_cuda_branch(call: Callable[..., Any], arrays: Any) -> Any:
 
 
 def forward(problem: spec.Problem, operands: spec.Operands, *, place: Place = _on_gpu) -> tuple[Array, Array, Array]:
-    """Attention of `operands`, sorted already: out (B, T, N, Dv) in query's dtype, lse and its rounding (B, T, N)."""
+    """Attention of `operands`, sorted already: out (B, T, N, Dv) in query's dtype, lse and its rounding (B, T, N).
+
+    Raises:
+      NotImplementedError: the kernels fail their self-test on the GPU at hand.
+    """
+    _refuse_faulty("forward", problem, operands)
+    return _launch_forward(problem, operands, place=place)
+
+
+def backward(
+    problem: spec.Problem, operands: spec.Operands, *results: Any, with_bias: bool, place: Place = _on_gpu
+) -> spec.Gradients:
+    """Gradients of `forward`; the arrays are those of `call_backward`. Raises as `forward`."""
+    _refuse_faulty("backward", problem, operands)
+    return _launch_backward(problem, operands, *results, with_bias=with_bias, place=place)
+
+
+def _refuse_faulty(name: Pass, problem: spec.Problem, operands: spec.Operands) -> None:
+    device = gpu_at_hand()
+    if device is None or unsupported_on(problem, operands, device) is not None:
+        return  # it may be lowered for another GPU
+    if (sentence := fault(name, problem, operands, device)) is not None:
+        raise NotImplementedError(sentence)
+
+
+def _launch_forward(
+    problem: spec.Problem, operands: spec.Operands, *, place: Place = _on_gpu
+) -> tuple[Array, Array, Array]:
     return call_forward(CUSTOM_CALLS[0], {}, place, problem, operands)
 
 
-def backward(problem: spec.Problem, *arrays: Any, with_bias: bool, place: Place = _on_gpu) -> spec.Gradients:
-    """Gradients of `forward`; the arrays are those of `call_backward`."""
+def _launch_backward(problem: spec.Problem, *arrays: Any, with_bias: bool, place: Place = _on_gpu) -> spec.Gradients:
     del with_bias  # there is none
     return call_backward(CUSTOM_CALLS[1], {}, place, problem, *arrays)
+
+
+PASSES: dict[Pass, selftest.Pass] = {
+    "forward": selftest.Pass("forward", functools.partial(kernels, "forward"), _launch_forward),
+    "backward": selftest.Pass("backward", functools.partial(kernels, "backward"), _launch_backward),
+}
+
+
+def unseen_kernels(device: jax.Device) -> list[tuple[selftest.Pass, selftest.Kernels, Any, tuple[int, int]]]:
+    """All kernels that have not been seen on a GPU that `why_not_gpu` has nothing against.
+
+    Each is the arguments of `selftest.fault` that test it there.
+    """
+    found: dict[selftest.Kernels, Any] = {}
+    for one in PASSES.values():
+        for dtype, widths in itertools.product(map(jnp.dtype, _DTYPES), _WIDTHS):
+            for launched in selftest.all_kernels(one, dtype, widths, selftest.capability(device)):
+                if not selftest.is_seen(launched, device):
+                    found.setdefault(launched, (one, launched, dtype, widths))
+    return list(found.values())
 
 
 def call_forward(

@@ -43,8 +43,7 @@ def choose(
     Without a device the choice is made for whatever the call is lowered for; the GPU at hand stands for all GPUs.
     """
     if name is None and device is None:
-        here = default_device()
-        device = here if here.platform == "gpu" else None
+        device = cuda.gpu_at_hand()
     reasons = []
     for implementation in find(name):
         reason = implementation.why_not(problem, operands, device)
@@ -59,13 +58,7 @@ def passes(
 ) -> tuple[ModuleType, ModuleType]:
     """What runs forward and backward on a device; raises as `choose`."""
     chosen = choose(name, problem, operands, device)
-    return automatic.on_gpus(problem, operands) if chosen is automatic else (chosen, chosen)
-
-
-def default_device() -> jax.Device:
-    """The device that JAX would choose."""
-    chosen = getattr(jax.config, "jax_default_device")  # noqa: B009  (of no type that mypy knows)
-    return jax.devices(chosen)[0] if chosen is None or isinstance(chosen, str) else chosen
+    return automatic.on_gpus(problem, operands, device) if chosen is automatic else (chosen, chosen)
 
 
 def _allowed() -> str:

@@ -136,6 +136,43 @@ def test_automatic_choice_takes_what_an_h200_was_faster_with(
     assert passes(None, query, key, key, device=jax.devices("cpu")[0], **arguments) == ("tiled", "tiled")
 
 
+@pytest.mark.parametrize("gpu", [FakeGpu("10.0", "NVIDIA B200"), FakeGpu("10.3", "NVIDIA B300")], ids=["B200", "B300"])
+@pytest.mark.parametrize(
+    ("widths", "arguments", "expected"),
+    [
+        ((128, 128), {"is_causal": True}, "cuda"),
+        ((128, 128), {}, "cuda"),
+        ((64, 64), {"local_window_size": (127, 0)}, "cuda"),
+        ((80, 80), {"key_value_seq_lengths": jax.ShapeDtypeStruct((1,), np.int32)}, "cuda"),
+        ((192, 128), {"softcap": 30.0, "query_offset": "end"}, "cuda"),
+        ((192, 192), {"is_causal": True}, "tiled"),
+        ((124, 124), {"is_causal": True}, "tiled"),
+        ((256, 256), {"is_causal": True}, "tiled"),
+        ((128, 128), {"mask": jax.ShapeDtypeStruct((8192, 8192), bool)}, "tiled"),
+    ],
+)
+def test_tensor_cores_are_taken_wherever_there_are_kernels_for_them(
+    widths: tuple[int, int], arguments: dict[str, Any], expected: str, gpu: FakeGpu
+) -> None:
+    """On Blackwell; the backward has none there yet."""
+    for dtype in (jnp.bfloat16, jnp.float16):
+        query, key = (jax.ShapeDtypeStruct((1, 8192, heads, widths[0]), dtype) for heads in (32, 8))
+        value = jax.ShapeDtypeStruct((1, 8192, 8, widths[1]), dtype)
+        forward, backward = passes(None, query, key, value, device=gpu, **arguments)
+        assert forward == expected
+        assert backward == ("cuda" if "local_window_size" in arguments else "tiled")
+
+
+def test_lowered_without_a_gpu_for_any_that_has_a_kernel_for_tensor_cores() -> None:
+    """A long causal call, for which `tiled` is faster than the plain kernels."""
+    long = jax.ShapeDtypeStruct((1, 8192, 32, 128), jnp.bfloat16)
+    text = lowered(None, "cuda", x=long)
+    assert text.count("@jax_fa4_forward_v1") == 1
+    assert "@jax_fa4_backward_v1" not in text
+    assert "custom_call @jax_fa4" not in lowered(None, "cuda", x=jax.ShapeDtypeStruct(long.shape, np.float32))
+    assert "custom_call @jax_fa4" not in lowered(None, "cpu", x=long)
+
+
 @pytest.mark.parametrize(
     ("device", "reason"),
     [
@@ -149,6 +186,17 @@ def test_automatic_choice_takes_what_an_h200_was_faster_with(
 def test_which_gpus(device: FakeGpu, reason: str | None) -> None:
     got = why_not("cuda", X, X, X, device=device)
     assert got is None if reason is None else reason in str(got)
+
+
+def test_sizes_that_no_kernel_takes() -> None:
+    """More elements in a row's heads than the plain kernels count."""
+    huge = jax.ShapeDtypeStruct((1, 1, 1 << 24, 256), np.float32)
+    for gpu in (FakeGpu("9.0", "NVIDIA H200"), FakeGpu("10.0", "NVIDIA B200")):
+        assert "implementation='cuda' cannot do this: no kernel can" in str(
+            why_not("cuda", huge, huge, huge, device=gpu)
+        )
+        assert passes(None, huge, huge, huge, device=gpu) == ("tiled", "tiled")
+    assert "custom_call @jax_fa4" not in lowered(None, "cuda", x=huge)
 
 
 def test_without_kernels_gpus_run_tiled(tmp_path: Path) -> None:

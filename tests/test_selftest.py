@@ -1,0 +1,411 @@
+"""The self-test of kernels on GPUs on which they have not been seen: here the emulator stands for such a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+import threading
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_fa4 import attention, cuda, native, selftest, tiled, why_not
+from jax_fa4.attention import passes
+from jax_fa4.emulated import implementation as emulated
+from jax_fa4.selftest import SelfTestWarning
+
+EMULATED = {"forward": emulated.forward, "backward": emulated.backward}
+
+
+class Gpu:
+    """A GPU that is not there."""
+
+    platform = "gpu"
+
+    def __init__(self, capability: str, kind: str) -> None:
+        self.compute_capability, self.device_kind = capability, kind
+
+
+B200 = Gpu("10.0", "NVIDIA B200")
+GPU_SIZES = selftest._SIZES
+
+
+class Runs:
+    """The self-tests' runs of kernels, in the emulator."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        self._monkeypatch = monkeypatch
+        for name in cuda.PASSES:
+            self.spoil(name)
+
+    def spoil(self, name: str, change: Callable[[Any], Any] = lambda results: results) -> None:
+        """From now on the results of a pass are changed so."""
+
+        def run(*arguments: Any, **options: Any) -> Any:
+            self.count += 1
+            return change(EMULATED[name](*arguments, **options))
+
+        self._monkeypatch.setitem(cuda.PASSES, name, cuda.PASSES[name]._replace(run=run))
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
+    """Puts a B200 in the place of the GPU at hand, on which nothing has been tested."""
+    native.emulator()
+    cpu = jax.devices("cpu")[0]
+    monkeypatch.delenv(selftest.SWITCH, raising=False)
+    monkeypatch.setattr(cuda, "gpu_at_hand", lambda: B200)
+    monkeypatch.setattr(selftest, "_is_here", lambda device: True)
+    monkeypatch.setattr(selftest, "_put", lambda arrays, device: jax.device_put(arrays, cpu))
+    monkeypatch.setattr(selftest, "_SIZES", selftest._Sizes(5, 9, 1, 2))
+    monkeypatch.setattr(selftest, "_faults", {})
+    monkeypatch.setattr(selftest, "_warned", set())
+    return Runs(monkeypatch)
+
+
+@pytest.fixture
+def forward_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward's kernels have been seen on a B200, say."""
+    monkeypatch.setitem(selftest.SEEN, "sm80_backward", ((10, 0),))
+
+
+lengths = itertools.count(20)
+
+
+def struct() -> jax.ShapeDtypeStruct:
+    """Of a query of a length that no call had before, since what jit has traced it does not trace again."""
+    return jax.ShapeDtypeStruct((1, next(lengths), 2, 64), jnp.bfloat16)
+
+
+def attend(x: Any, **arguments: Any) -> jax.Array:
+    return attention(x, x, x, is_causal=True, **arguments)
+
+
+def loss(x: Any, **arguments: Any) -> jax.Array:
+    return attend(x, **arguments).astype(np.float32).sum()
+
+
+def lowered(function: Callable[..., Any], x: jax.ShapeDtypeStruct | None = None) -> str:
+    return jax.jit(function).trace(struct() if x is None else x).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def calls_in(text: str) -> tuple[int, int]:
+    """How many calls of the forward's and the backward's kernels there are in a program."""
+    return text.count("@jax_fa4_forward_v1"), text.count("@jax_fa4_backward_v1")
+
+
+def off_by_a_tenth(results: Any) -> Any:
+    out, *rest = results
+    return out.at[-1, -1, -1, -1].add(0.1), *rest
+
+
+def nan(results: Any) -> Any:
+    out, *rest = results
+    return out.at[0, 0, 0, 0].set(np.nan), *rest
+
+
+def wrong_lse(results: Any) -> Any:
+    out, lse, rounding = results
+    return out, lse + 1e-3, rounding
+
+
+def wrong_rounding(results: Any) -> Any:
+    out, lse, rounding = results
+    return out, lse, rounding + 1e-3
+
+
+def no_launch(results: Any) -> Any:
+    raise RuntimeError("the kernel cannot be launched: too many resources\nand a long story")
+
+
+def wrong_gradient(results: Any) -> Any:
+    return results._replace(key=results.key.at[0, 2].multiply(1.1))
+
+
+def wrong_scale(results: Any) -> Any:
+    return results._replace(scale=results.scale * 1.1)
+
+
+def test_right_kernels_run_and_are_tested_once(runs: Runs) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert calls_in(lowered(attend)) == (1, 0)
+        first = runs.count
+        assert first > 0
+        assert calls_in(lowered(attend)) == (1, 0)
+        assert calls_in(lowered(lambda x: attend(x, implementation="cuda"))) == (1, 0)
+        assert why_not("cuda", *[struct()] * 3, is_causal=True, device=B200) is None
+        assert runs.count == first
+        assert calls_in(lowered(jax.grad(loss))) == (1, 1)
+        assert runs.count > first  # the backward's
+
+
+@pytest.mark.usefixtures("forward_alone")
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (off_by_a_tenth, "out is off by 0.1, more than 0.0"),
+        (nan, "out is off by inf, more than 0.0"),
+        (wrong_lse, "lse is off by 0.001, more than 0.000"),
+        (wrong_rounding, "lse is off by 0.001, more than 0.000"),
+        (no_launch, "RuntimeError: the kernel cannot be launched: too many resources. They"),
+    ],
+)
+def test_a_fault_of_the_forward(spoil: Callable[[Any], Any], says: str, runs: Runs) -> None:
+    runs.spoil("forward", spoil)
+    with pytest.warns(SelfTestWarning) as caught:
+        assert calls_in(lowered(attend)) == (0, 0)
+    (warning,) = caught
+    text = str(warning.message)
+    assert text.startswith(
+        "implementation='cuda' failed its self-test on NVIDIA B200 (compute capability 10.0), with the kernels forward_"
+    )
+    assert says in text
+    assert "please report this" in text
+    assert text.endswith(" implementation='tiled' runs in its place.")
+    sentence = text.removesuffix(" implementation='tiled' runs in its place.")
+
+    count = runs.count
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert calls_in(lowered(jax.grad(loss))) == (0, 1)
+        x = np.random.default_rng(0).standard_normal((1, next(lengths), 2, 64)).astype(jnp.bfloat16)
+        np.testing.assert_array_equal(attend(x), attend(x, implementation="tiled"))
+    with pytest.raises(NotImplementedError) as raised:
+        lowered(lambda x: attend(x, implementation="cuda"))
+    assert str(raised.value) == sentence
+    assert why_not("cuda", *[struct()] * 3, is_causal=True, device=B200) == sentence
+    assert why_not(None, *[struct()] * 3, is_causal=True, device=B200) is None
+    assert passes(None, *[struct()] * 3, is_causal=True, device=B200) == ("tiled", "cuda")
+    assert runs.count == count
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [(wrong_gradient, "the gradient of key is off by"), (wrong_scale, "the gradient of scale is off by")],
+)
+def test_a_fault_of_the_backward(spoil: Callable[[Any], Any], says: str, runs: Runs) -> None:
+    runs.spoil("backward", spoil)
+    with pytest.warns(SelfTestWarning, match=f"with the kernels backward_.*: {says}"):
+        assert calls_in(lowered(jax.grad(loss))) == (1, 0)
+    assert calls_in(lowered(lambda x: attend(x, implementation="cuda"))) == (1, 0)
+    with pytest.raises(NotImplementedError, match=says):
+        lowered(jax.grad(lambda x: loss(x, implementation="cuda")))
+    assert passes(None, *[struct()] * 3, is_causal=True, device=B200) == ("cuda", "tiled")
+
+
+@pytest.mark.usefixtures("forward_alone")
+def test_turned_off(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs.spoil("forward", nan)
+    monkeypatch.setenv(selftest.SWITCH, "0")
+    assert calls_in(lowered(jax.grad(loss))) == (1, 1)
+    assert calls_in(lowered(lambda x: attend(x, implementation="cuda"))) == (1, 0)
+    assert runs.count == 0
+    monkeypatch.setenv(selftest.SWITCH, "1")
+    with pytest.warns(SelfTestWarning):
+        assert calls_in(lowered(attend)) == (0, 0)
+
+
+def scanned(x: jax.Array) -> jax.Array:
+    return jax.lax.scan(lambda carry, _: (attend(carry), None), x, length=3)[0]
+
+
+TRANSFORMED = {
+    "jit": jax.jit(attend),
+    "grad": jax.grad(loss),
+    "vmap": lambda x: jax.vmap(attend)(x[None]),
+    "grad of vmap of jit": jax.grad(lambda x: jax.vmap(jax.jit(loss))(x[None]).sum()),
+    "scan": scanned,
+    "grad of scan": jax.grad(lambda x: scanned(x).astype(np.float32).sum()),
+    "remat": jax.grad(jax.checkpoint(loss)),
+    "second derivative": jax.grad(lambda x: jax.grad(loss)(x).astype(np.float32).sum()),
+}
+
+
+@pytest.mark.usefixtures("forward_alone")
+@pytest.mark.parametrize("name", TRANSFORMED)
+@pytest.mark.parametrize("faulty", [False, True])
+def test_inside_of_transformations(name: str, faulty: bool, runs: Runs) -> None:
+    """The test computes with arrays of its own, whatever is being traced, and leaves no tracer behind."""
+    if faulty:
+        runs.spoil("forward", nan)
+    with jax.checking_leaks(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        forwards, _ = calls_in(lowered(TRANSFORMED[name]))
+    assert (forwards == 0) == faulty
+    assert [warning.category for warning in caught] == [SelfTestWarning] * faulty
+
+
+def test_the_callers_settings_do_not_matter(runs: Runs) -> None:
+    with jax.debug_nans(True), jax.debug_infs(True), jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        assert calls_in(lowered(attend)) == (1, 0)
+    assert runs.count > 0
+
+
+def test_threads_share_one_test(runs: Runs) -> None:
+    start = threading.Barrier(6)
+
+    def trace(x: jax.ShapeDtypeStruct) -> tuple[int, int]:
+        start.wait()
+        return calls_in(lowered(attend, x))
+
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(trace, [struct() for _ in range(6)])) == [(1, 0)] * 6
+    several, runs.count = runs.count, 0
+    selftest._faults.clear()
+    runs.spoil("forward")  # what jit has traced it would not trace again
+    lowered(attend)
+    assert several == runs.count > 0
+
+
+def test_gpus_of_a_kind_share_a_verdict(runs: Runs) -> None:
+    x = [struct()] * 3
+    runs.spoil("forward", nan)
+    assert "NVIDIA B200 " in str(why_not("cuda", *x, device=B200))
+    count = runs.count
+    assert "NVIDIA B200 " in str(why_not("cuda", *x, device=Gpu("10.0", "NVIDIA GB200")))
+    assert runs.count == count
+    runs.spoil("forward")
+    assert why_not("cuda", *x, device=Gpu("10.3", "NVIDIA B300")) is None
+    assert runs.count > count
+    assert why_not("cuda", *x, device=B200) is not None
+
+
+def test_kernels_differ_by_dtype_width_and_mask(runs: Runs) -> None:
+    """A fault of one kernel says nothing about another."""
+    wide = jax.ShapeDtypeStruct((1, 20, 2, 128), jnp.bfloat16)
+    half = jax.ShapeDtypeStruct((1, 20, 2, 64), jnp.float16)
+    runs.spoil("forward", nan)
+    assert why_not("cuda", *[struct()] * 3, is_causal=True, device=B200) is not None
+    runs.spoil("forward")
+    assert why_not("cuda", *[wide] * 3, is_causal=True, device=B200) is None
+    assert why_not("cuda", *[half] * 3, is_causal=True, device=B200) is None
+    assert why_not("cuda", *[struct()] * 3, is_causal=True, device=B200) is not None
+
+
+def test_seen_kernels_are_not_tested(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    h200 = Gpu("9.0", "NVIDIA H200")
+    monkeypatch.setattr(cuda, "gpu_at_hand", lambda: h200)
+    assert calls_in(lowered(jax.grad(loss))) == (1, 1)
+    assert why_not("cuda", *[struct()] * 3, device=h200) is None
+    assert passes(None, *[struct()] * 3, device=h200) == ("cuda", "cuda")
+    assert runs.count == 0
+
+
+def test_gpus_that_are_elsewhere_are_not_tested(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert why_not("cuda", *[struct()] * 3, device=Gpu("12.1", "NVIDIA GB10")) is None
+    assert runs.count == 0
+
+
+def test_the_gpu_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default device, or else a GPU that the process has beside it."""
+    cpu = jax.devices("cpu")[0]
+
+    def none(backend: str) -> list[Any]:
+        raise RuntimeError(f"Unknown backend: {backend}")
+
+    for default, gpus, expected in ((B200, none, B200), (cpu, lambda backend: [B200], B200), (cpu, none, None)):
+        monkeypatch.setattr(cuda, "default_device", lambda default=default: default)
+        monkeypatch.setattr(jax, "local_devices", gpus)
+        assert cuda.gpu_at_hand() is expected
+
+
+@pytest.mark.parametrize("capability", ["8.0", "9.0", "10.0", "10.3", "12.0"])
+def test_every_kernel_is_reached(capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls of the self-test launch every entry of the files that serve a GPU."""
+    monkeypatch.setattr(selftest, "SEEN", {})
+    directory = Path(native.extension().__file__ or "").parent / "kernels"
+    gpu = Gpu(capability, "some")
+    found: dict[str, set[str]] = {}
+    for _, kernels, _, _ in cuda.unseen_kernels(gpu):
+        for file, entry in kernels:
+            found.setdefault(file, set()).add(entry)
+    assert set(cuda.KERNELS) <= found.keys()
+    for file, entries in found.items():
+        text = next(directory.glob(f"{file}.*.ptx")).read_text()
+        assert entries == set(re.findall(r"^\.visible \.entry (\w+)", text, re.MULTILINE))
+
+
+def off_by_one_key(problem: Any, operands: Any) -> Any:
+    low, high = problem.band
+    if high is not None:
+        problem = dataclasses.replace(problem, band=(low, high - 1))
+    return tiled.forward(problem, operands)
+
+
+def without_the_last_key(problem: Any, operands: Any) -> Any:
+    key = operands.key.at[:, -1].set(0)
+    return tiled.forward(problem, operands._replace(key=key))
+
+
+@pytest.mark.parametrize("run", [tiled.forward, off_by_one_key, without_the_last_key])
+def test_at_the_sizes_of_a_gpu(run: Callable[..., Any], runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One key too few among hundreds is a fault, and roundings are none."""
+    monkeypatch.setattr(selftest, "_SIZES", GPU_SIZES)
+    monkeypatch.setitem(cuda.PASSES, "forward", cuda.PASSES["forward"]._replace(run=run))
+    reason = why_not("cuda", *[struct()] * 3, is_causal=True, device=B200)
+    assert (reason is None) == (run is tiled.forward), reason
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("widths", [(64, 64), (96, 96), (128, 128), (192, 128)])
+def test_blackwells_forward_passes(
+    widths: tuple[int, int], dtype: Any, runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All its kernels, at the sizes of a GPU."""
+    monkeypatch.setattr(selftest, "_SIZES", GPU_SIZES)
+    monkeypatch.setattr(selftest, "_CALLS", [dataclasses.replace(call, copies=1) for call in selftest._CALLS])
+    tested = cuda.PASSES["forward"]
+    found = selftest.all_kernels(tested, dtype, widths, (10, 0))
+    assert [file for kernels in found for file, _ in kernels] == ["sm100_forward"] * 3
+    for kernels in found:
+        assert selftest.fault(tested, kernels, dtype, widths, B200) is None
+
+
+@pytest.fixture
+def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretends that nothing has been seen on any GPU."""
+    monkeypatch.delenv(selftest.SWITCH, raising=False)
+    for name, value in (("SEEN", {}), ("_faults", {}), ("_warned", set())):
+        monkeypatch.setattr(selftest, name, value)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("unseen")
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, np.float32])
+def test_on_a_gpu_that_is_said_to_be_unseen(dtype: Any) -> None:
+    x = np.random.default_rng(0).standard_normal((1, next(lengths), 2, 64)).astype(dtype)
+    want = jax.grad(lambda x: loss(x, implementation="tiled"))(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = jax.jit(jax.grad(lambda x: loss(x, implementation="cuda")))(x)
+    np.testing.assert_allclose(got.astype(np.float32), want.astype(np.float32), rtol=0.05, atol=0.05)
+    assert [file for kernels, _ in selftest._faults for file, _ in kernels] == [
+        "sm80_forward",
+        *["sm80_backward"] * 3,
+    ]
+    assert set(selftest._faults.values()) == {None}
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("unseen")
+def test_a_planted_fault_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = cuda.PASSES["forward"]
+    monkeypatch.setitem(cuda.PASSES, "forward", right._replace(run=lambda *x: off_by_a_tenth(right.run(*x))))
+    x = np.random.default_rng(0).standard_normal((1, next(lengths), 2, 64)).astype(jnp.bfloat16)
+    with pytest.warns(SelfTestWarning, match=r"out is off by 0\.1"):
+        got = attend(x)
+    np.testing.assert_array_equal(got, attend(x, implementation="tiled"))
+    with pytest.raises(NotImplementedError, match=r"out is off by 0\.1"):
+        attend(x, implementation="cuda")
