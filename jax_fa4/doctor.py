@@ -1,8 +1,9 @@
 """`python -m jax_fa4` examines an installation: prints what there is and what would run, and tests what does.
 
-It prints versions, devices, the CUDA driver and the kernels of this build; which implementation calls of a few models
-would run on the default device, and why not the others; and compares outputs, lse and gradients with naive attention in
-float64. The exit status is 0, and the last line says so, only if nothing is missing and everything is right.
+It prints versions, devices, the CUDA driver, the kernels of this build and where they have been seen to run; on other
+GPUs it runs all self-tests. Then it prints which implementation calls of a few models would run on the default device,
+and why not the others; and compares outputs, lse and gradients with naive attention in float64. The exit status is 0,
+and the last line says so, only if nothing is missing and everything is right.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jax_fa4 import attention, cuda, dispatch, native, why_not
+from jax_fa4 import attention, cuda, dispatch, native, selftest, why_not
 from jax_fa4.attention import passes
 
 Results = dict[str, np.ndarray]
@@ -125,7 +126,7 @@ def main() -> int:
     except Exception as error:  # JAX raises whatever a plugin does
         print(f"JAX has no device here (JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')}): {error}")
         return 1
-    problems = [*_print_installation(), *_print_choices(), *_print_checks()]
+    problems = [*_print_installation(), *_print_self_tests(), *_print_choices(), *_print_checks()]
     if not problems:
         print("\nAll is well: jax_fa4 gives right results on this machine.")
         return 0
@@ -167,6 +168,10 @@ def _print_installation() -> Iterator[str]:
         print(f"{'' if i else 'kernels:':10} {kernel} for {', '.join(targets)}")
     if not builds:
         print("kernels:   none")
+    for i, kernel in enumerate(sorted(x for x in builds if x.endswith(("_forward", "_backward")))):
+        gpus = ", ".join("{}.{}".format(*gpu) for gpu in selftest.SEEN.get(kernel, ()))
+        where = f"on GPUs of compute capability {gpus}" if gpus else "on no GPU yet"
+        print(f"{'' if i else 'seen:':10} {kernel} {where}")
     missing = " and ".join(kernels for kernels in cuda.KERNELS if kernels not in builds)
     for fault in (*([f"the kernels {missing} are missing."] if missing else []), *extension.kernel_faults()):
         yield f"Reinstall jax_fa4, from a wheel or with `pip install .` in its source tree: {fault}"
@@ -175,6 +180,29 @@ def _print_installation() -> Iterator[str]:
 def _pair(gpu: dict[str, Any]) -> tuple[int, int]:
     major, minor = gpu["compute_capability"]
     return major, minor
+
+
+def _print_self_tests() -> Iterator[str]:
+    """Tests the kernels that have not been seen on GPUs like those here; yields problems."""
+    if native.why_not() is not None:
+        return
+    gpus = [device for device in jax.local_devices() if cuda.why_not_gpu(device) is None]
+    for device in {selftest.capability(device): device for device in gpus}.values():
+        unseen = cuda.unseen_kernels(device)
+        if not unseen:
+            print(f"\nAll kernels have been seen on GPUs like {device.device_kind}.")
+        elif selftest.is_off():
+            print(
+                f"\n{len(unseen)} kernels are neither seen on {device.device_kind} nor tested: {selftest.SWITCH} is 0."
+            )
+        else:
+            print(f"\nSelf-tests of kernels that have not been seen on {device.device_kind} before:")
+            for tested, kernels, dtype, widths in unseen:
+                fault = selftest.fault(tested, kernels, dtype, widths, device)
+                entries = ", ".join(entry for _, entry in kernels)
+                print(f"  {entries:100} {'right' if fault is None else 'WRONG'}", flush=True)
+                if fault is not None:
+                    yield fault
 
 
 def _version(name: str) -> str:
@@ -263,8 +291,10 @@ def _print_check(check: Check, implementations: list[str]) -> Iterator[str]:
     dout = rng.standard_normal((*operands[0].shape[:3], check.shape.value_width)).astype(operands[0].dtype)
     dlse = rng.standard_normal(operands[0].shape[:3], np.float32)
     seen = _visible(check)
-    exact = _exact(check, seen, operands, dout, dlse)
+    get = check.arguments.get
+    exact = selftest.exact(operands[0], operands[1], operands[2], seen, (dout, dlse), get("softcap"), get("sinks"))
     rounded = _pull_back(functools.partial(_naive, check, seen), check, operands, dout, dlse)
+    allowed = selftest.tolerances(check.dtype, exact, rounded)
     for name in implementations:
         try:
             got = _pull_back(functools.partial(_ours, check, name), check, operands, dout, dlse)
@@ -273,7 +303,7 @@ def _print_check(check: Check, implementations: list[str]) -> Iterator[str]:
             print(f"  {label:40} {name:10} RAISED {reason[:60]}")
             yield f"'{name}' raised in the check '{label}': {reason}"
             continue
-        used, wrong = _compare(check.dtype, got, exact, rounded)
+        used, wrong = selftest.compare(got, exact, allowed)
         print(f"  {label:40} {name:10} {'WRONG' if wrong else 'right'}  {used:.2f}")
         for sentence in wrong:
             yield f"'{name}' is wrong in the check '{label}': {sentence}"
@@ -306,29 +336,6 @@ def _pull_back(
 _INPUTS = ("query", "key", "value", "sinks")
 
 
-def _compare(dtype: str, got: Results, exact: Results, rounded: Results) -> tuple[float, list[str]]:
-    """The largest share of the tolerance that is used, and a sentence for each result that is wrong.
-
-    An element may be off by twice the largest error of naive attention in the same dtype, plus rounding: one and a half
-    spacings of that dtype (for lse, of float32) at the largest element, for where the naive error is small by luck.
-    """
-    used, wrong = 0.0, []
-    for name, want in exact.items():
-        have, finite = got[name], np.isfinite(want)
-        with np.errstate(invalid="ignore"):
-            error = np.where(have == want, 0, np.abs(have - want))
-            naive = np.abs(rounded[name] - want)[finite].max(initial=0)
-        spacing = float(jnp.finfo(np.float32 if name == "lse" else dtype).eps)
-        tolerance = 2 * naive + 1.5 * spacing * np.abs(want[finite]).max(initial=0)
-        off = float(np.nan_to_num(error, nan=np.inf).max(initial=0))
-        if off > tolerance:
-            result = name if name in ("out", "lse") else f"the gradient of {name}"
-            wrong.append(f"{result} is off by {off:.2g}, more than {tolerance:.2g}.")
-        if off:
-            used = max(used, off / tolerance if tolerance else np.inf)
-    return used, wrong
-
-
 def _visible(check: Check) -> np.ndarray:
     """Which keys each row sees, (B, T, S)."""
     batch, rows, keys = check.shape[:3]
@@ -347,49 +354,6 @@ def _visible(check: Check) -> np.ndarray:
     if (ids := get("query_segment_ids")) is not None:
         seen &= ids[:, :, None] == check.arguments["key_value_segment_ids"][:, None]
     return seen
-
-
-def _exact(check: Check, seen: np.ndarray, operands: list[np.ndarray], dout: np.ndarray, dlse: np.ndarray) -> Results:
-    """Naive attention and its gradients in float64, all axes spelled out: b, n = k * g, t, s."""
-    batch, rows, _, heads, kv_heads, width, _ = check.shape
-
-    def split(x: np.ndarray) -> np.ndarray:
-        return x.astype(np.float64).reshape(batch, rows, kv_heads, heads // kv_heads, *x.shape[3:])
-
-    q, k, v = split(operands[0]), *(x.astype(np.float64) for x in operands[1:])
-    dout, dlse = split(dout), np.moveaxis(split(dlse), 1, 3)
-    scale, cap = width**-0.5, check.arguments.get("softcap")
-    logits = np.einsum("btkgd,bskd->bkgts", q, k) * scale
-    slope = np.ones_like(logits)
-    if cap is not None:
-        logits, slope = cap * np.tanh(logits / cap), 1 - np.tanh(logits / cap) ** 2
-    shown = seen[:, None, None]
-    some = shown.any(-1)
-    logits = np.where(shown, logits, -np.inf)
-    top = np.where(some, logits.max(-1, initial=-np.inf), 0)
-    weights = np.exp(logits - top[..., None])
-    total = np.where(some, weights.sum(-1), 1)
-    lse, probs = np.where(some, top + np.log(total), -np.inf), weights / total[..., None]
-    share = np.ones_like(lse)
-    sinks = check.arguments.get("sinks")
-    if sinks is not None:
-        share = 1 / (1 + np.exp(sinks.astype(np.float64).reshape(kv_heads, -1, 1) - np.where(some, lse, np.inf)))
-    heavy = probs * share[..., None]
-    out = np.einsum("bkgts,bskd->btkgd", heavy, v)
-    dheavy = np.einsum("btkgd,bskd->bkgts", dout, v)
-    delta = (heavy * dheavy).sum(-1)
-    dlogits = (heavy * (dheavy - delta[..., None]) + probs * dlse[..., None]) * slope
-    results = {
-        "out": out,
-        "lse": np.moveaxis(lse, 3, 1),
-        "query": np.einsum("bkgts,bskd->btkgd", dlogits, k) * scale,
-        "key": np.einsum("bkgts,btkgd->bskd", dlogits, q) * scale,
-        "value": np.einsum("bkgts,btkgd->bskd", heavy, dout),
-    }
-    if sinks is not None:
-        results["sinks"] = -((1 - share) * delta).sum((0, 3))
-    shapes = {"out": (batch, rows, heads, -1), "lse": (batch, rows, heads), "query": operands[0].shape, "sinks": heads}
-    return {name: x.reshape(shapes.get(name, x.shape)) for name, x in results.items()}
 
 
 def _naive(check: Check, seen: np.ndarray, query: Any, key: Any, value: Any, sinks: Any) -> tuple[Array, Array]:

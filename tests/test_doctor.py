@@ -15,7 +15,7 @@ import oracle
 import pytest
 
 import jax_fa4
-from jax_fa4 import cuda, doctor, native
+from jax_fa4 import cuda, doctor, native, selftest
 
 Captured = pytest.CaptureFixture[str]
 
@@ -51,6 +51,7 @@ def test_the_report(capsys: Captured) -> None:
     assert lines[-1] == WELL
     assert any(line.startswith("Python ") and f"jax {jax.__version__}" in line for line in lines)
     assert any("sm80_forward for " in line for line in lines)
+    assert any(line.endswith("sm80_forward on GPUs of compute capability 9.0") for line in lines)
     assert [name for name, _, _ in doctor._MODELS if not any(line.startswith(f"  {name} ") for line in lines)] == []
     assert sum("right  0." in line for line in lines) == number_of_checks()
 
@@ -127,6 +128,9 @@ def test_an_emulator_that_cannot_run(can_emulate: bool, capsys: Captured, monkey
     assert problems == (["Something of the package is missing: The tables are missing."] if can_emulate else [])
 
 
+KERNELS = [(x, "sm_80") for x in cuda.KERNELS]
+
+
 def extension(**answers: Any) -> SimpleNamespace:
     """An extension on a machine with an H200, unless told otherwise."""
     gpu = {"name": "NVIDIA H200", "compute_capability": (9, 0), "memory_bytes": 2**37}
@@ -134,7 +138,7 @@ def extension(**answers: Any) -> SimpleNamespace:
     stub = {
         "ffi_api_version": (0, 3),
         "cuda_driver_info": driver,
-        "kernel_builds": [(x, "sm_80") for x in cuda.KERNELS],
+        "kernel_builds": KERNELS,
     }
     stub |= {"kernel_faults": []} | answers
     functions = {name: (lambda answer=answer: answer) for name, answer in stub.items()}
@@ -146,6 +150,7 @@ def extension(**answers: Any) -> SimpleNamespace:
     [
         ({}, "gpu", "CUDA 13.0, NVIDIA H200 (compute capability 9.0)", None),
         ({}, "cpu", "JAX does not use these GPUs", None),
+        ({"kernel_builds": [*KERNELS, ("new_forward", "sm_80")]}, "cpu", "seen:      new_forward on no GPU yet", None),
         ({"kernel_builds": []}, "cpu", "kernels:   none", "sm80_forward and sm80_backward are missing."),
         ({"kernel_builds": [("sm80_forward", "sm_80")]}, "cpu", "sm_80", "the kernels sm80_backward are missing."),
         ({"kernel_faults": ["the kernel file x is not a whole cubin."]}, "cpu", "sm_80", "x is not a whole cubin."),
@@ -180,11 +185,41 @@ def test_the_doctors_oracle(check: doctor.Check) -> None:
     seen = doctor._visible(check)
     arguments = dict(zip(("query", "key", "value"), operands, strict=True)) | check.arguments
     assert (seen == oracle.visible(arguments)[:, 0]).all()
-    got = doctor._exact(check, seen, operands, dout, dlse)
+    cap, sinks = check.arguments.get("softcap"), check.arguments.get("sinks")
+    got = selftest.exact(*operands, seen, (dout, dlse), cap, sinks)
     values, _ = oracle._values_and_spreads(oracle._Call.of(arguments, dout, dlse))
+    got["scale"] = got["scale"].sum()
     for name, x in got.items():
-        # The oracle takes the scale as a kernel does, in float32.
-        np.testing.assert_allclose(x, values[name], rtol=1e-6, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(x, values[name], rtol=1e-9, atol=1e-9, err_msg=name)
+
+
+@pytest.mark.parametrize("fault", [None, "implementation='cuda' failed its self-test."])
+@pytest.mark.parametrize("capability", ["9.0", "10.0", "7.5"])
+def test_self_tests(capability: str, fault: str | None, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every kernel that has not been seen on the GPUs at hand is tested, once for GPUs of a kind."""
+    gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA B200", compute_capability=capability)
+    tested = []
+
+    def test(_: Any, kernels: Any, *rest: Any) -> str | None:
+        tested.append(kernels)
+        return fault
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [gpu, gpu])
+    monkeypatch.setattr(selftest, "fault", test)
+    problems = list(doctor._print_self_tests())
+    printed = capsys.readouterr().out
+    unseen = [kernels for _, kernels, *_ in cuda.unseen_kernels(gpu)] if capability == "10.0" else []
+    assert tested == unseen
+    assert problems == [fault] * (len(unseen) if fault else 0)
+    assert printed.count("WRONG" if fault else "right") == len(unseen)
+    assert ("All kernels have been seen on GPUs like NVIDIA B200." in printed) == (capability == "9.0")
+    for kernels in unseen:
+        assert ", ".join(entry for _, entry in kernels) in printed
+
+    monkeypatch.setenv(selftest.SWITCH, "0")
+    assert list(doctor._print_self_tests()) == []
+    assert tested == unseen
+    assert (f"{len(unseen)} kernels are neither seen" in capsys.readouterr().out) == bool(unseen)
 
 
 def test_the_exit_status_is_mains(monkeypatch: pytest.MonkeyPatch) -> None:
