@@ -109,6 +109,7 @@ def test_a_missing_extension(capsys: Captured, monkeypatch: pytest.MonkeyPatch) 
         raise ImportError("The extension jax_fa4._native is not built.")
 
     monkeypatch.setattr(native, "extension", missing)
+    monkeypatch.setattr(native, "why_not", lambda: "The extension jax_fa4._native is not built.")
     assert doctor.main() == 1
     printed = capsys.readouterr().out
     assert "extension: missing" in printed
