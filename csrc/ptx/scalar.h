@@ -19,14 +19,14 @@ __device__ __forceinline__ float max_nan_f32(float a, float b, float c) {
   return d;
 }
 
-// 9.7.3.15 rcp, with a relative error of 2^-23.
+// 9.7.3.13 rcp, with a relative error of 2^-23.
 __device__ __forceinline__ float rcp_approx_ftz_f32(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// 9.7.8.7 shl and 9.7.8.8 shr: shifts by 32 or more, too, which give 0.
+// 9.7.8.8 shl and 9.7.8.9 shr: shifts by 32 or more, too, which give 0.
 __device__ __forceinline__ uint32_t shl_b32(uint32_t x, uint32_t by) {
   uint32_t y;
   asm("shl.b32 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(by));

@@ -54,7 +54,7 @@ __device__ __forceinline__ void tcgen05_fence_after_thread_sync() {
   ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, " \
   "%30, %31"
 
-// 9.7.16.8.1 tcgen05.ld. The registers may be read behind tcgen05_wait_ld.
+// 9.7.16.8.3 tcgen05.ld. The registers may be read behind tcgen05_wait_ld.
 __device__ __forceinline__ void tcgen05_ld_32x32b(uint32_t address, float (&x)[16]) {
 #define JAX_FA4_OUTPUT(i) "=f"(x[i])
   asm volatile("tcgen05.ld.sync.aligned.32x32b.x16.b32 {" JAX_FA4_NAMES16 "}, [%16];"
@@ -68,7 +68,7 @@ __device__ __forceinline__ void tcgen05_ld_32x32b(uint32_t address, float (&x)[3
 #undef JAX_FA4_OUTPUT
 }
 
-// 9.7.16.8.2 tcgen05.st. Others may read the columns behind tcgen05_wait_st.
+// 9.7.16.8.4 tcgen05.st. Others may read the columns behind tcgen05_wait_st.
 __device__ __forceinline__ void tcgen05_st_32x32b(uint32_t address, const float (&x)[32]) {
 #define JAX_FA4_INPUT(i) "f"(x[i])
   asm volatile("tcgen05.st.sync.aligned.32x32b.x32.b32 [%32], {" JAX_FA4_NAMES32
@@ -92,7 +92,7 @@ __device__ __forceinline__ void tcgen05_st_32x32b(uint32_t address, const uint32
 #undef JAX_FA4_NAMES16
 #undef JAX_FA4_NAMES32
 
-// 9.7.16.8.3 tcgen05.wait: for all loads, or all stores, of this thread.
+// 9.7.16.8.5 tcgen05.wait: for all loads, or all stores, of this thread.
 __device__ __forceinline__ void tcgen05_wait_ld() {
   asm volatile("tcgen05.wait::ld.sync.aligned;" ::: "memory");
 }
@@ -128,7 +128,7 @@ struct tcgen05_instruction {
 };
 inline constexpr uint32_t kNegateA = 1 << 13;  // D += -A B
 
-// 9.7.16.10.9 tcgen05.mma, .kind::f16: D, in tensor memory, is A B, or is increased by it, for 16
+// 9.7.16.10.9.1 tcgen05.mma, .kind::f16: D, in tensor memory, is A B, or is increased by it, for 16
 // columns of A and rows of B. A is in shared memory, or in tensor memory, two elements a column.
 __device__ __forceinline__ void tcgen05_mma_f16(
     uint32_t d, uint64_t a, uint64_t b, uint32_t instruction, bool add) {

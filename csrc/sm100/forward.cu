@@ -46,8 +46,6 @@ __device__ __forceinline__ uint32_t TileRow() { return Thread() % kTileRows; }
 __device__ __forceinline__ uint32_t Warp() { return Uniform(Thread() / 32); }
 __device__ __forceinline__ uint32_t Group() { return Uniform(Thread() / kGroupThreads); }
 __device__ __forceinline__ uint32_t GroupWarp() { return Warp() % (kGroupThreads / 32); }
-// The address of tensor memory in the lanes that this warp accesses.
-__device__ __forceinline__ uint32_t OwnLanes() { return GroupWarp() * kWarpRows << 16; }
 
 __device__ __forceinline__ uint32_t SharedAddress(const void* x) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(x));
@@ -63,6 +61,12 @@ struct Forward {
   const Parameters& p;
   Memory memory;
   typename Memory::Control& control;
+
+  // The address of tensor memory in the lanes that this warp accesses.
+  __device__ __forceinline__ uint32_t OwnLanes() const {
+    return Uniform(control.tensor_memory + (GroupWarp() * kWarpRows << 16));
+  }
+
   // ---- Load
 
   // Boxes of 64 columns, of a tile of so many.
@@ -131,8 +135,7 @@ struct Forward {
       control.ring[place.stage].kv_load_empty.Wait(place.parity ^ 1);
       place.Advance();
     }
-    for (int32_t i = 0; i < kQueryTiles; ++i)
-      control.tiles[i].q_load_empty.Wait(phases.OfTask() ^ 1);
+    for (TileControl& tile : control.tiles) tile.q_load_empty.Wait(phases.OfTask() ^ 1);
   }
 
   // ---- MMA
@@ -216,9 +219,7 @@ struct Forward {
       }
 
       if (leads) {
-        for (int32_t i = 0; i < kQueryTiles; ++i) {
-          ptx::tcgen05_commit(control.tiles[i].q_load_empty.Get());
-        }
+        for (TileControl& tile : control.tiles) ptx::tcgen05_commit(tile.q_load_empty.Get());
       }
       control.ring[place.stage].kv_load_full.Wait(place.parity);
       ClearUnseen(memory.KeyValue(place.stage), blocks.hull, blocks.first);
@@ -240,7 +241,7 @@ struct Forward {
     const StatisticsBarrier statistics(Group(), GroupWarp());
     TileControl& tile = UniformReference(control.tiles[Group()]);
     float& row_scale = tile.row_scale[TileRow()];
-    const uint32_t tensor_s = Uniform(OwnLanes() + ColumnOfS(Group()));
+    const uint32_t tensor_s = OwnLanes() + ColumnOfS(Group());
     Phases phases;
 
     Task::ForEach(p, [&](const Task& task) {
@@ -339,7 +340,7 @@ struct Forward {
   // ---- Correction
 
   __device__ __forceinline__ void Correct() const {
-    const uint32_t row = TileRow(), warp = GroupWarp(), lanes = Uniform(OwnLanes());
+    const uint32_t row = TileRow(), warp = GroupWarp(), lanes = OwnLanes();
     const auto wait_for_row = [&](uint32_t stage) {
       StatisticsBarrier(stage, warp).Wait();
       return control.tiles[stage].row_scale[row];
@@ -446,7 +447,6 @@ struct Forward {
     const uint32_t warp = Warp(), group = Group();
     constexpr Registers kRegisters = Variant::kRegisters;
     if (warp == kLoadWarp && ptx::elect_sync()) control.Init();
-    // All of tensor memory: it starts at address 0.
     if (warp == kMmaWarp) ptx::tcgen05_alloc(&control.tensor_memory, kTensorColumns);
     __syncthreads();
 
@@ -464,7 +464,7 @@ struct Forward {
     }
 
     __syncthreads();  // tensor memory has been read
-    if (Warp() == kMmaWarp) ptx::tcgen05_dealloc(0, kTensorColumns);
+    if (Warp() == kMmaWarp) ptx::tcgen05_dealloc(control.tensor_memory, kTensorColumns);
   }
 };
 
