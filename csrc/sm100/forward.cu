@@ -129,13 +129,13 @@ struct Forward {
       }
       phases.NextTask();
     });
-    // Shared memory has to outlive the products that read it.
+    // Shared memory has to outlive the products that read it. Those of keys come before the last
+    // of values.
 #pragma unroll 1
     for (int32_t i = 0; i < Memory::kKvStages; ++i) {
       control.ring[place.stage].kv_load_empty.Wait(place.parity ^ 1);
       place.Advance();
     }
-    for (TileControl& tile : control.tiles) tile.q_load_empty.Wait(phases.OfTask() ^ 1);
   }
 
   // ---- MMA
@@ -174,10 +174,11 @@ struct Forward {
     Task::ForEach(p, [&](const Task& task) {
       const KeyBlocks blocks = task.Blocks(p);
       const bool negate = ScaleOf(p, task.batch) < 0;
-      const auto query_key = [&](int32_t stage, int32_t key) {
+      const auto query_key = [&](int32_t stage, int32_t key, uint32_t block) {
         if (leads) {
           products.QueryKey(stage, key, negate);
           ptx::tcgen05_commit(control.tiles[stage].s_ready.Get());
+          if (block == blocks.first) ptx::tcgen05_commit(control.tiles[stage].q_load_empty.Get());
         }
       };
       const auto weight_value = [&](int32_t stage, int32_t value, bool add) {
@@ -193,9 +194,9 @@ struct Forward {
 
       control.tiles[0].q_load_full.Wait(phases.OfTask());
       control.ring[place.stage].kv_load_full.Wait(place.parity);
-      query_key(0, place.stage);
+      query_key(0, place.stage, blocks.end - 1);
       control.tiles[1].q_load_full.Wait(phases.OfTask());
-      query_key(1, place.stage);
+      query_key(1, place.stage, blocks.end - 1);
       if (leads) ptx::tcgen05_commit(control.ring[place.stage].kv_load_empty.Get());
       place.Advance();
 
@@ -208,19 +209,16 @@ struct Forward {
         ClearUnseen(memory.KeyValue(of_value.stage), blocks.hull, block);
         weight_value(0, of_value.stage, add);
         control.ring[place.stage].kv_load_full.Wait(place.parity);
-        query_key(0, place.stage);
+        query_key(0, place.stage, block - 1);
         weight_value(1, of_value.stage, add);
         if (leads) ptx::tcgen05_commit(control.ring[of_value.stage].kv_load_empty.Get());
-        query_key(1, place.stage);
+        query_key(1, place.stage, block - 1);
         if (leads) ptx::tcgen05_commit(control.ring[place.stage].kv_load_empty.Get());
         place.Advance();
         phases.NextBlock();
         add = true;
       }
 
-      if (leads) {
-        for (TileControl& tile : control.tiles) ptx::tcgen05_commit(tile.q_load_empty.Get());
-      }
       control.ring[place.stage].kv_load_full.Wait(place.parity);
       ClearUnseen(memory.KeyValue(place.stage), blocks.hull, blocks.first);
       for (int32_t stage = 0; stage < kQueryTiles; ++stage) {
@@ -276,7 +274,6 @@ struct Forward {
         if (!all.Holds(KeySpan{first, first + kTileKeys})) Mask(s, seen, first);
         const auto step = softmax.Raise(Maximum(s, softmax.maximum), scale.scale_log2);
         row_scale = step.decay;
-        ptx::tcgen05_fence_before_thread_sync();
         statistics.Arrive();
 
         WeighAndStore<0>(
