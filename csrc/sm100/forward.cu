@@ -346,7 +346,9 @@ struct Forward {
 
     Task::ForEach(p, [&](const Task& task) {
       const uint32_t count = task.Blocks(p).Count();
-      // The first product of a task does not add to O.
+      // The first product of a task does not add to O, but overwrites what was read for the one
+      // before.
+      if (Variant::kCorrectionWritesOut) ptx::tcgen05_fence_before_thread_sync();
       wait_for_row(0);
       control.tiles[0].p_o_rescale.Arrive();
       control.tiles[0].softmax_corr_empty.Arrive();
@@ -401,11 +403,9 @@ struct Forward {
     ptx::tcgen05_fence_after_thread_sync();
     if (p.out_float != nullptr) {
       out.Store(index >= 0 ? p.out_float + index * p.value_width : nullptr, p.value_width);
-      ptx::tcgen05_fence_before_thread_sync();
     } else {
       control.tiles[stage].corr_epi_empty.Wait(RoomParity(task_parity, stage));
       out.Stage(memory.Out(stage), TileRow());
-      ptx::tcgen05_fence_before_thread_sync();
       ptx::fence_proxy_async();
       control.tiles[stage].corr_epi_full.Arrive();
     }
