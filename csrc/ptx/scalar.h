@@ -38,6 +38,22 @@ __device__ __forceinline__ uint32_t shr_u32(uint32_t x, uint32_t by) {
   return y;
 }
 
+// 9.7.7.3 selp: a if this bit of x is set, else b. For all bits alike, so that ptxas moves many of
+// them to predicates at once; in C++ the compiler makes other tests of the first and the last.
+__device__ __forceinline__ float selp_f32_bit(float a, float b, uint32_t x, int32_t bit) {
+  float y;
+  asm("{\n"
+      ".reg .pred p;\n"
+      ".reg .b32 t;\n"
+      "and.b32 t, %3, %4;\n"
+      "setp.ne.u32 p, t, 0;\n"
+      "selp.f32 %0, %1, %2, p;\n"
+      "}"
+      : "=f"(y)
+      : "f"(a), "f"(b), "r"(x), "r"(1u << bit));
+  return y;
+}
+
 }  // namespace jax_fa4::ptx
 
 #endif  // JAX_FA4_CSRC_PTX_SCALAR_H_

@@ -89,7 +89,7 @@ __device__ __forceinline__ void Mask(float (&s)[kKeys], KeySpan seen, uint32_t f
                           ptx::shr_u32(~0u, max(left + fragment + 32, 0));
 #pragma unroll
     for (int32_t k = 0; k < 32; ++k) {
-      s[fragment + k] = keep & 1u << k ? s[fragment + k] : -Infinity();
+      s[fragment + k] = ptx::selp_f32_bit(s[fragment + k], -Infinity(), keep, k);
     }
   }
 }
