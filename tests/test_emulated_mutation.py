@@ -69,6 +69,28 @@ def test_names_hold_places_and_lines() -> None:
     assert (found[FIRST].before, found[FIRST].after) == ("bar.sync 1, 64;", "")
 
 
+def test_places_are_lines_of_the_file_that_is_named() -> None:
+    names = [mutant.name for mutant in mutation.mutants(TWICE, "two.cu") if mutant.name.startswith("drop: bar")]
+    assert names == [FIRST, "drop: bar.sync at two.cu:5"]
+    assert mutation.mutants(TWICE, "another.cu") == mutation.mutants(TWICE)
+
+
+def test_a_kernel_alone() -> None:
+    """The others of its module are gone, and what all share is not."""
+    entry = "// { is no brace\n.visible .entry other(.param .u64 p0)\n{ { ret; } }\n"
+    start, end = TWICE.index(".visible"), TWICE.index(".file")
+    module = TWICE[:start] + entry + TWICE[start:end] + entry.replace("other", "k2") + TWICE[end:]
+    kernel = Kernel(mutation.alone(module, "k"))
+    assert kernel.name == "k"
+    assert try_twice(kernel, 0) is None
+    assert [one.name for one in mutation.mutants(mutation.alone(module, "k"))] == [
+        one.name for one in mutation.mutants(TWICE)
+    ]
+    assert Kernel(mutation.alone(module, "k2")).name == "k2"
+    with pytest.raises(ValueError, match="there is no kernel 'k3', but other, k, k2"):
+        mutation.alone(module, "k3")
+
+
 def test_redundancy_is_verified() -> None:
     both = {FIRST: f"redundant with {SECOND}", SECOND: f"redundant with {FIRST}"}
     assert problems(both) == []

@@ -31,7 +31,7 @@ class Mutant:
     Attributes:
       kind: what was done, such as "drop" or "flip parity".
       opcode: of the instruction, without what follows its name.
-      place: the source line by which the kernel reaches the instruction, or "" if the PTX has none.
+      place: the source line that stands for the instruction, or "" if the PTX has none: see `mutants`.
       ordinal: which one it is, from 1, of several mutants of the same kind, opcode and place.
       chain: the source line of the instruction and of the calls by which the kernel reaches it.
       line: of the PTX, from 1.
@@ -62,17 +62,17 @@ class Case:
     """A kernel and how to notice that it is wrong.
 
     Attributes:
-      ptx: the module's text.
+      ptx: the text of a module with one kernel: see `alone`.
       try_out: runs a kernel with a seed and says how a fault shows ("race", "wrong result"), or None. Several threads
         call it at a time.
       reasons: why mutants are not noticed, by name: "equivalent: WHY", or "redundant with NAME" of another mutant.
-      kernel: its name, in a module of several.
+      file: whose lines are places: see `mutants`.
     """
 
     ptx: str
     try_out: Callable[[Kernel, int], str | None]
     reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    kernel: str = ""
+    file: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +101,7 @@ class Verdict:
 _REFUSED = "refused"  # when the kernel is loaded
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_ENTRY = re.compile(r"^[ \t]*(?:\.(?:visible|weak)\s+)?\.entry\s+([\w$%]+)", re.MULTILINE)
 _STATEMENT = re.compile(
     r"^[ \t]*\.loc[ \t]+(?P<loc>\d+ \d+ \d+)[^\n]*?(?:inlined_at[ \t]+(?P<caller>\d+ \d+ \d+))?[ \t]*$"
     r"|(?:^|(?<=[;{}:]))[ \t]*(?P<guard>@!?[%$\w]+\s+)?(?P<opcode>[a-z]\w*(?:(?:\.|::)\w+)+)\s*(?P<operands>[^;]*);",
@@ -137,22 +138,52 @@ _INSTRUCTION_FIELDS = {  # 9.7.16.4.2
 _N_STEP = 16 >> 3 << 17
 
 
-def mutants(ptx: str) -> list[Mutant]:
-    """All mutants of a module: of synchronisation, waits, parities, counts, sizes, coordinates and descriptors."""
+def alone(ptx: str, kernel: str) -> str:
+    """A module without its other kernels.
+
+    Raises:
+      ValueError: it has no such kernel.
+    """
+    text = _without_comments(ptx)
+    spans = {}
+    for found in _ENTRY.finditer(text):
+        depth = 0
+        for brace in re.compile(r"[{}]").finditer(text, found.end()):
+            depth += 1 if brace[0] == "{" else -1
+            if depth == 0:
+                spans[found[1]] = found.start(), brace.end()
+                break
+    if kernel not in spans:
+        raise ValueError(f"there is no kernel {kernel!r}, but {', '.join(spans)}")
+    for name, (start, end) in reversed(spans.items()):
+        if name != kernel:
+            ptx = ptx[:start] + ptx[end:]
+    return ptx
+
+
+def mutants(ptx: str, file: str = "") -> list[Mutant]:
+    """All mutants of a module: of synchronisation, waits, parities, counts, sizes, coordinates and descriptors.
+
+    Args:
+      ptx: the module's text.
+      file: the name of the source file whose lines are places: of those by which the kernel reaches an instruction, the
+        one next to it. Without it, places are the lines by which kernels leave their own code.
+    """
     files = dict(_FILE.findall(ptx))
-    text = _COMMENT.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), ptx)
+    text = _without_comments(ptx)
     chains: dict[str, tuple[str, ...]] = {}  # of source lines, the innermost first, by the place of the latest
     chain: tuple[str, ...] = ()
     seen = Counter[tuple[str, str, str]]()
     result = []
     for found in _STATEMENT.finditer(text):
         if found["loc"]:
-            file, line, _ = found["loc"].split()
+            number, line, _ = found["loc"].split()
             # The caller's own .loc came before: through it the chain goes on outward.
-            chain = (f"{files.get(file, '?')}:{line}", *chains.get(found["caller"], ()))
+            chain = (f"{files.get(number, '?')}:{line}", *chains.get(found["caller"], ()))
             chains[found["loc"]] = chain
             continue
         opcode, place = _MODIFIER.sub("", found["opcode"]), chain[-1] if chain else ""
+        place = next((line for line in chain if file and line.startswith(f"{file}:")), place)
         span = found.start("guard") if found["guard"] else found.start("opcode"), found.end()
         for kind, after in _changes(found["opcode"], found["guard"] or "", _split(found["operands"])):
             seen[kind, opcode, place] += 1
@@ -198,7 +229,7 @@ def judge(
     def run(faults: tuple[Mutant, ...]) -> Verdict:
         ptx = mutated(case.ptx, *faults)
         try:
-            kernel = Kernel(ptx, case.kernel)
+            kernel = Kernel(ptx)
         except ValueError:
             return Verdict(faults, (_REFUSED,) * seeds)
         return Verdict(faults, tuple(case.try_out(kernel, seed) for seed in range(seeds)))
@@ -263,6 +294,11 @@ def table(case: Case, verdicts: Iterable[Verdict]) -> str:
     rows += [[kind, *(str(row[how] or "") for how in columns)] for kind, row in counts.items()]
     lines = [f"{row[0]:30}" + "".join(f"{cell:>14}" for cell in row[1:]) for row in rows]
     return "\n".join([*lines, *(["not noticed by every seed:"] if missed else []), *missed])
+
+
+def _without_comments(ptx: str) -> str:
+    """The text with spaces in place of comments."""
+    return _COMMENT.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), ptx)
 
 
 def _split(operands: str) -> list[str]:
@@ -446,7 +482,7 @@ def study(
         if not verdict.survived:
             print(f"the kernel is not clean without a fault: {verdict.noticed}")
             return 1
-    faults = [(mutant,) for mutant in mutants(case.ptx) if chosen(mutant.name)]
+    faults = [(mutant,) for mutant in mutants(case.ptx, case.file) if chosen(mutant.name)]
     start = time.perf_counter()
     verdicts = []
     for verdict in judge(case, faults, seeds, workers):
