@@ -155,11 +155,13 @@ class AttentionSuite:
     Attributes:
       implementation: its name.
       dtypes: those it supports; of others the suite expects a refusal.
+      dtype: that of the tests that are about something else.
       dense: whether it supports `mask` and `bias`; if not, the suite expects a refusal.
     """
 
     implementation: str
     dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32", "float64")
+    dtype: str = "float32"
     dense: bool = True
 
     def possible(self, choice: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -194,11 +196,11 @@ class AttentionSuite:
 
     def check_masks(self, choice: Mapping[str, Any], sizes: Sizes = SIZES, **options: Any) -> None:
         rng = np.random.default_rng(1)
-        self.check(operands(sizes, "float32", rng) | masked(sizes, choice, rng), **options)
+        self.check(operands(sizes, self.dtype, rng) | masked(sizes, choice, rng), **options)
 
     @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
     def test_case(self, case: Case) -> None:
-        self.check(case.arguments(case.small_sizes(), "float32"))
+        self.check(case.arguments(case.small_sizes(), self.dtype))
 
     @pytest.mark.slow
     @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
@@ -260,19 +262,19 @@ class AttentionSuite:
         self.check_masks({"left": 100, "right": 1, "query_offset": "end"}, sizes)
 
     def test_unbatched(self) -> None:
-        arguments = operands(SIZES._replace(batch=1), "float32", np.random.default_rng(3))
+        arguments = operands(SIZES._replace(batch=1), self.dtype, np.random.default_rng(3))
         self.check({name: x[0] for name, x in arguments.items()} | {"local_window_size": 30, "query_offset": "end"})
 
     def test_segments_in_any_order(self) -> None:
         """Keys in segment order 0, 1, 2, rows in order 2, 0, 1: the rows that see a key block are not contiguous."""
-        arguments = operands(SIZES, "float32", np.random.default_rng(4))
+        arguments = operands(SIZES, self.dtype, np.random.default_rng(4))
         query_ids = np.repeat(np.array([[2, 0, 1], [7, -5, 9]], np.int32), SIZES.rows // 3, 1)
         key_ids = np.repeat(np.array([[0, 1, 2], [-5, 7, 8]], np.int32), SIZES.keys // 3, 1)
         self.check(arguments | {"query_segment_ids": query_ids, "key_value_segment_ids": key_ids})
 
     def test_row_bounds_in_any_order(self) -> None:
         """Bounds that jump back and forth, cross, and leave the keys; among them rows that see nothing."""
-        arguments = operands(SIZES, "float32", np.random.default_rng(5))
+        arguments = operands(SIZES, self.dtype, np.random.default_rng(5))
         row = np.arange(SIZES.rows, dtype=np.int32)
         lower = np.stack([280 - row, row * 37 % 310 - 5])
         upper = np.stack([290 - row // 2, row * 53 % 400 - 50])
@@ -287,7 +289,7 @@ class AttentionSuite:
     def test_positions_beyond_int32(self) -> None:
         """Offsets, windows, lengths and bounds at the ends of int32: sums of them must not wrap around."""
         low, high = np.iinfo(np.int32).min, np.iinfo(np.int32).max
-        arguments = operands(SIZES, "float32", np.random.default_rng(16))
+        arguments = operands(SIZES, self.dtype, np.random.default_rng(16))
         arguments |= {"query_offset": np.array([high, low], np.int32), "local_window_size": (high - 100, 2**40)}
         arguments |= {"query_seq_lengths": np.array([high, 100], np.int32)}
         arguments |= {"key_value_seq_lengths": np.array([high, low], np.int32)}
@@ -297,7 +299,7 @@ class AttentionSuite:
 
     def test_rows_that_see_nothing(self) -> None:
         """Whole batch elements, whole query blocks and single rows, under a soft cap, a bias and sinks."""
-        arguments = operands(SIZES, "float32", np.random.default_rng(6))
+        arguments = operands(SIZES, self.dtype, np.random.default_rng(6))
         bias = np.zeros((1, SIZES.heads, SIZES.rows, 1), np.float32)
         bias[0, 1, 7] = bias[0, 2, 200] = -np.inf
         arguments |= {"query_seq_lengths": np.array([140, 270], np.int32), "softcap": 5.0}
@@ -331,18 +333,18 @@ class AttentionSuite:
     @pytest.mark.parametrize("kind", ["outliers", "huge_logits", "near_constant"])
     def test_data_under_a_soft_cap(self, kind: str) -> None:
         sizes = Sizes(2, 320, 320, 2, 1, 64, 64)
-        self.check(operands(sizes, "float32", np.random.default_rng(8), kind) | {"softcap": 20.0})
+        self.check(operands(sizes, self.dtype, np.random.default_rng(8), kind) | {"softcap": 20.0})
 
     def test_head_width_256(self) -> None:
         """On data with outliers, where a peer's query gradients were wrong for every batch element but the first."""
         sizes = Sizes(2, 200, 200, 2, 2, 256, 256)
-        self.check(operands(sizes, "float32", np.random.default_rng(9), "outliers"))
+        self.check(operands(sizes, self.dtype, np.random.default_rng(9), "outliers"))
 
     @pytest.mark.parametrize("scale", [0, -0.7, np.float32(0), np.float32(-0.7), np.ones(1, np.float16)], ids=repr)
     def test_scale(self, scale: Any) -> None:
         """Python numbers are static, arrays are traced and differentiated."""
         sizes = SIZES._replace(batch=1)
-        self.check(operands(sizes, "float32", np.random.default_rng(10)) | {"is_causal": True, "scale": scale})
+        self.check(operands(sizes, self.dtype, np.random.default_rng(10)) | {"is_causal": True, "scale": scale})
 
     @pytest.mark.parametrize(
         "shape",
@@ -363,12 +365,12 @@ class AttentionSuite:
         rng = np.random.default_rng(11)
         bias = np.asarray(rng.standard_normal(shape), np.float32)
         lengths = np.array([300, 200], np.int32)
-        self.check(operands(SIZES, "float32", rng) | {"bias": bias, "key_value_seq_lengths": lengths})
+        self.check(operands(SIZES, self.dtype, rng) | {"bias": bias, "key_value_seq_lengths": lengths})
 
     @pytest.mark.parametrize("shape", [(), (300,), (270, 1), (2, 1, 1, 300), (1, 4, 270, 300)], ids=str)
     def test_mask_shape(self, shape: tuple[int, ...]) -> None:
         rng = np.random.default_rng(12)
-        self.check(operands(SIZES, "float32", rng) | {"mask": rng.random(shape) < 0.5, "is_causal": True})
+        self.check(operands(SIZES, self.dtype, rng) | {"mask": rng.random(shape) < 0.5, "is_causal": True})
 
     @pytest.mark.parametrize("constant", [100, 1e4, -1e4, -65504, 1e6, -1e9, np.finfo(np.float32).min])
     def test_bias_of_one_large_number(self, constant: float) -> None:
@@ -376,7 +378,7 @@ class AttentionSuite:
 
         The second query block is partial, and the bias has no rows of its own.
         """
-        arguments = operands(SIZES._replace(rows=520), "float32", np.random.default_rng(15))
+        arguments = operands(SIZES._replace(rows=520), self.dtype, np.random.default_rng(15))
         bias = np.full((2, 1, 1, SIZES.keys), constant, np.float32)
         bias[0, 0, 0, 7:] = 0
         self.check(arguments | {"bias": bias})
@@ -389,7 +391,7 @@ class AttentionSuite:
     def test_sinks(self) -> None:
         """Sinks of -inf take no part, huge ones take nearly everything; rows that see nothing stay zero."""
         sinks = np.array([-np.inf, -3, 0.5, 40], np.float32)
-        arguments = operands(SIZES, "float32", np.random.default_rng(14))
+        arguments = operands(SIZES, self.dtype, np.random.default_rng(14))
         self.check(arguments | {"sinks": sinks, "is_causal": True, "query_offset": -20})
 
     @given(st.data())
