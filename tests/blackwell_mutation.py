@@ -1,0 +1,271 @@
+"""Faults planted in the Blackwell forward, one at a time: in the PTX that the package holds, launched as its plan says.
+
+    python tests/blackwell_mutation.py [NAME...] [--seeds 3] [--workers N] [--only REGEX]
+
+The cases' names are those of `CASES`, all by default. Exits with 1 unless every fault is noticed with every seed or has
+a reason that holds; docs/emulator.md describes the faults and the reasons.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from cases import Sizes
+
+import jax_fa4
+from jax_fa4 import native
+from jax_fa4.emulated import Kernel, Pointer, Run, TensorMap, mutation
+
+BF16 = ml_dtypes.bfloat16
+SOURCE = Path(__file__).parent.parent / "csrc/sm100/forward.cu"
+PTX = Path(jax_fa4.__file__).parent / "kernels/sm100_forward.sm_100f.ptx"
+OPERANDS = ("query", "key", "value", "scale", "lower", "upper", "out", "lse", "lse_rounding")
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A call, its launch, and what it is to give.
+
+    Attributes:
+      arrays: of the call, by name.
+      launch: of its plan.
+      out, lse: in float64.
+      out_error, lse_error: allowed.
+    """
+
+    arrays: Mapping[str, np.ndarray]
+    launch: Mapping[str, Any]
+    out: np.ndarray
+    lse: np.ndarray
+    out_error: float
+    lse_error: float
+
+    @classmethod
+    def draw(cls, sizes: Sizes, band: tuple[int, int] | None, out_dtype: Any) -> Problem:
+        """Draws a problem of one batch element.
+
+        Args:
+          sizes: of the call.
+          band: row i sees keys [i + band[0], i + band[1]), and what no row sees is NaN; None: all.
+          out_dtype: of out.
+        """
+        _, rows, keys, heads, kv_heads, *widths = sizes
+        rng = np.random.default_rng(0)
+        q, k = rng.standard_normal((1, rows, heads, widths[0])), rng.standard_normal((1, keys, kv_heads, widths[0]))
+        v = rng.standard_normal((1, keys, kv_heads, widths[1]))
+        # Row maxima grow from block to block, of which the last comes first: otherwise out would not be rescaled.
+        k *= 2 + 2 * (keys // 128 - np.arange(keys) // 128)[:, None, None]
+        # Those of every other row hardly do, so that all blocks tell.
+        q[:, ::2] /= 32
+        q, k, v = (x.astype(BF16) for x in (q, k, v))
+        low, high = band or (-rows, keys)
+        distance = np.arange(keys) - np.arange(rows)[:, None]
+        seen = (distance >= low) & (distance < high)
+        q64, k64, v64 = (np.repeat(x.astype(np.float64), heads // x.shape[2], 2) for x in (q, k, v))
+        scale = widths[0] ** -0.5
+        logits = np.where(seen, np.einsum("bthd,bshd->bhts", q64, k64) * scale, -np.inf)
+        top = logits.max(-1, keepdims=True)
+        weights = np.exp(logits - top)
+        total = weights.sum(-1, keepdims=True)
+        out = np.einsum("bhts,bshd->bthd", weights / total, v64)
+        # Of bfloat16 probabilities, relative to maxima that are not the latest; and the output's rounding.
+        rounded = np.einsum("bhts,bshd->bthd", weights.astype(BF16).astype(np.float64) / total, v64)
+        unseen = ~seen.any(0)
+        k[:, unseen], v[:, unseen] = np.nan, np.nan
+        arrays = {
+            "query": q,
+            "key": k,
+            "value": v,
+            "scale": np.float32([scale]),
+            **dict.fromkeys(("lower", "upper"), np.zeros(0, np.int32)),
+            "out": np.zeros((1, rows, heads, widths[1]), out_dtype),
+            **dict.fromkeys(("lse", "lse_rounding"), np.zeros((1, rows, heads), np.float32)),
+        }
+        (launch,) = native.extension().forward_plan(
+            (10, 0), 1, 126 << 20, [(x.dtype.name, list(x.shape)) for x in arrays.values()], low, high, 0
+        )
+        return cls(
+            arrays,
+            launch,
+            out,
+            np.moveaxis(top + np.log(total), 1, 2)[..., 0],
+            out_error=3 * abs(rounded - out).max() + 2**-9 * abs(out).max(),
+            # Of exponentials by a polynomial of degree 3, besides what sums in float32 cost.
+            lse_error=1e-4 + 2**-20 * abs(top).max(),
+        )
+
+    def run(self, kernel: Kernel, seed: int) -> tuple[Run, str | None]:
+        """Runs the kernel on one CTA, which goes through all tasks; says what is wrong with the result."""
+        arrays = dict(self.arrays)
+        for name in ("out", "lse", "lse_rounding"):
+            arrays[name] = np.full_like(arrays[name], np.nan)
+        for name in ("query", "key", "value", "scale"):
+            arrays[name].flags.writeable = False
+        fields: dict[int, tuple[Any, int]] = {}
+        for at, (name, offset) in self.launch["addresses"].items():
+            fields[at] = Pointer(arrays[name], offset), 8
+        for at, one in self.launch["tensor_maps"].items():
+            array = arrays[one["buffer"][0]].view(np.uint16)
+            fields[at] = TensorMap(array, one["box"], one["dims"], one["strides"], swizzle=128), 128
+        parameters, start = self.launch["parameters"], 0
+        for at in (*sorted(fields), len(parameters)):
+            if at > start:
+                fields[start] = parameters[start:at], at - start
+            start = at + (fields[at][1] if at in fields else 0)
+        run = kernel.launch(
+            [fields],
+            grid=(1, 1, 1),
+            block=self.launch["block"],
+            dynamic_shared_bytes=self.launch["dynamic_shared_bytes"],
+            seed=seed,
+            max_instructions=MOST_INSTRUCTIONS,
+        )
+        if run.reports:
+            return run, run.reports[0].kind
+        right = (
+            abs(arrays["out"].astype(np.float64) - self.out).max() <= self.out_error
+            and abs(arrays["lse"] - self.lse).max() <= self.lse_error
+            and (abs(arrays["lse_rounding"]) <= 2 * np.spacing(abs(arrays["lse"]))).all()
+        )
+        return run, None if right else "wrong result"
+
+
+MOST_INSTRUCTIONS = 1 << 20
+
+# Widths, and whether rows see bands.
+CASES = {
+    "128_full": ((128, 128), False),
+    "128_bounds": ((128, 128), True),
+    "192_128_full": ((192, 128), False),
+    "192_128_bounds": ((192, 128), True),
+}
+
+
+@functools.cache
+def at(text: str, which: int = 0) -> str:
+    """The place of the line of the kernel that holds the text: of several, which of them."""
+    lines = SOURCE.read_text().split("\n")
+    return f"{SOURCE.name}:{[number for number, line in enumerate(lines, 1) if text in line][which]}"
+
+
+def reasons(name: str) -> dict[str, str]:
+    """Why faults are not noticed."""
+    mutants = mutation.mutants(ptx(name), SOURCE.name)
+    return {mutant.name: f"equivalent: {why}" for mutant in mutants if (why := no_fault(mutant, name))}
+
+
+def no_fault(mutant: mutation.Mutant, name: str) -> str | None:
+    """Why a mutant is no fault, if it is none."""
+    (width, _), has_bounds = CASES[name]
+    calls, place, fault = mutant.chain.split(", called at "), mutant.place, f"{mutant.kind}: {mutant.opcode}"
+
+    # ---- Products
+    if place == at("products.QueryKey("):
+        if mutant.kind in ("leading offset of A", "leading offset of B"):
+            return "K-major matrices with a swizzle do not use it"
+        # Beyond the panels of 64 columns that another follows, they would be of another tile.
+        followed = mutant.ordinal <= (width // 64 - 1) * 4
+        if mutant.kind == "N + 16" and at("query_key(0, place.stage, blocks.end - 1)") in calls and followed:
+            return (
+                "the columns behind S0 are those of S1, which is computed next; the rows behind K are its next columns"
+            )
+
+    # ---- Copies
+    if fault == "relax: mbarrier.arrive.expect_tx":
+        return "a consumer reads only what the copies wrote, and it is their completion that releases it"
+    if fault == "invert: elect" and place == at("const bool leads = ptx::elect_sync();", 2):
+        return "all other lanes store the same"
+    no_wait = fault in ("never wait: mbarrier.try_wait.parity", "relax: mbarrier.try_wait.parity")
+    if no_wait and place == at("q_load_empty.Wait(") and mutant.ordinal == 2 and width > 128:
+        return "in the ring of two, keys have just taken the place of those that were the last to meet this Q"
+    before_hull = {at("ClearUnseen(memory.KeyValue(of_value.stage)"), at("clear(0, hull.begin - first)")}
+    if fault == "drop: st.shared" and before_hull <= {*calls}:
+        return "the hull begins in the last block that is gone through, which comes later"
+
+    # ---- Between the correction warps and others
+    known = "S, whose product comes behind the arrival at p_o_rescale, tells that row_scale was read"
+    if no_wait and has_bounds and place == at("tile.softmax_corr_empty.Wait(", 0):
+        return f"it makes the tiles take turns; {known}"
+    if fault == "relax: mbarrier.arrive":
+        first, turn, last = (
+            at("control.tiles[0].softmax_corr_empty.Arrive()"),
+            at("control.tiles[1 - stage].softmax_corr_empty.Arrive()"),
+            at("control.tiles[1].softmax_corr_empty.Arrive()"),
+        )
+        # Where they write out, the sum of a row is handed on without another S. The second arrival on the line that is
+        # unrolled is at p_o_rescale, to whose line the compiler does not return.
+        unneeded = {(first, 1), (turn, 1)} | ({(turn, 3), (last, 1)} if has_bounds else set())
+        if (place, mutant.ordinal) in unneeded:
+            return known
+        if place == at("control.tiles[0].p_o_rescale.Arrive()") and has_bounds:
+            return "these warps have not touched O, which others read"
+        if place == at("control.tiles[1].p_o_rescale.Arrive()"):
+            return "the arrival for the first tile has told all that went before"
+
+    # ---- Lanes and registers
+    if fault == "drop: bar.warp":
+        if place == at("__syncwarp();", 0):
+            return "the lanes of a warp execute together here: see docs/emulator.md on what it cannot prove"
+        return "the lane that waits for the copies arrives too, behind its wait"
+    if fault == "next barrier: bar.sync" and place == at("__syncthreads();"):
+        return "nobody uses the next one yet"
+    if fault in ("drop: setmaxnreg.inc", "8 registers less: setmaxnreg.inc", "8 registers less: setmaxnreg.dec"):
+        return "nobody knows here how many registers a thread uses: the build refuses roles that use too many"
+    return None
+
+
+@functools.cache
+def ptx(name: str) -> str:
+    return mutation.alone(PTX.read_text(), f"forward_bfloat16_{name}")
+
+
+def case(name: str) -> mutation.Case:
+    widths, has_bounds = CASES[name]
+    problems = [
+        # Two heads of 64 rows are a tile: four tasks for the CTA, of which two have a tile that the rows end in. Each
+        # goes through three key blocks or four.
+        Problem.draw(Sizes(1, 200, 460, 4, 2, *widths), (10, 250) if has_bounds else None, BF16),
+        # 32 heads of 4 rows are a tile: two tasks, each of one key block, in which bands begin and end. Out is float32,
+        # which takes another way out.
+        Problem.draw(Sizes(1, 8, 127, 64, 2, *widths), (5, 118) if has_bounds else None, np.float32),
+    ]
+
+    def try_out(kernel: Kernel, seed: int) -> str | None:
+        # An arrival too many shows in most interleavings, not in all.
+        runs = itertools.product(problems, range(4 * seed, 4 * seed + 4))
+        return next((fault for problem, one in runs if (fault := problem.run(kernel, one)[1])), None)
+
+    return mutation.Case(ptx(name), try_out, reasons(name), SOURCE.name)
+
+
+def main() -> int:
+    """The command; returns its exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", choices=list(CASES), default=list(CASES), metavar="NAME")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--only", type=re.compile, default=re.compile(""), metavar="REGEX", help="of mutants' names")
+    options = parser.parse_args()
+    status = 0
+    for name in options.names:
+        print(f"{name}:", flush=True)
+        one = case(name)
+        known = {mutant: why for mutant, why in one.reasons.items() if options.only.search(mutant)}
+        one = dataclasses.replace(one, reasons=known)
+        status |= mutation.study(one, options.seeds, options.workers, options.only.search)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
