@@ -101,8 +101,8 @@ class Problem:
             out,
             np.moveaxis(top + np.log(total), 1, 2)[..., 0],
             out_error=3 * abs(rounded - out).max() + 2**-9 * abs(out).max(),
-            # Of exponentials by a polynomial of degree 3, besides what sums in float32 cost.
-            lse_error=1e-4 + 2**-20 * abs(top).max(),
+            # Of exponentials by a polynomial, besides what sums in float32 cost.
+            lse_error=1e-5 + 2**-20 * abs(top).max(),
         )
 
     def run(self, kernel: Kernel, seed: int) -> tuple[Run, str | None]:
