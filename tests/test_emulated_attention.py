@@ -42,21 +42,17 @@ SIZES = Sizes(batch=2, rows=70, keys=90, heads=4, kv_heads=2, width=8, value_wid
 CHOICE = {"is_causal": True, "left": 50, "right": None, "key_value_seq_lengths": "some"}
 
 
-def arguments(choice: Mapping[str, Any] = CHOICE, dtype: str = "float32") -> dict[str, Any]:
-    rng = np.random.default_rng(0)
-    return operands(SIZES, dtype, rng) | masked(SIZES, choice, rng)
-
-
 @pytest.mark.parametrize("arch", get_args(emulated.implementation.Arch))
 def test_every_gpu(arch: emulated.implementation.Arch) -> None:
-    """The builds for each GPU, each with its own scheduler seed."""
+    """The kernels that each GPU gets, each with its own scheduler seed."""
+    sizes, rng = SIZES._replace(value_width=16), np.random.default_rng(0)
     with emulated.options(arch=arch, seed=int(arch[3:])) as run:
-        TestEmulated().check(arguments())
-        kernels = [launch.kernel for launch in run.launches]
-        assert kernels[0].startswith("forward_float32")
-        assert [kernel.split("_")[1] for kernel in kernels[1:]] == ["delta", "query", "key"]
-        # A B300 runs what is built for a B200, but for kernels with a build of their own.
-        assert {launch.target.rstrip("af") for launch in run.launches} == {{"sm_103": "sm_100"}.get(arch, arch)}
+        TestEmulated().check(operands(sizes, "bfloat16", rng) | masked(sizes, CHOICE, rng))
+        forward = {"sm_100": "sm100_forward.sm_100f", "sm_103": "sm100_forward.sm_103a"}.get(arch, "sm80_forward.sm_80")
+        assert [f"{launch.module}.{launch.target}" for launch in run.launches] == [forward] + 3 * [
+            "sm80_backward.sm_80"
+        ]
+        assert [launch.kernel.split("_")[1] for launch in run.launches] == ["bfloat16", "delta", "query", "key"]
         assert all(not launch.reports for launch in run.launches)
 
 
@@ -78,13 +74,13 @@ def test_same_bits_as_an_h200() -> None:
 
 def test_options_are_in_the_key_of_jit_caches() -> None:
     call = jax.jit(lambda query, key, value: attention(query, key, value, implementation="emulated"))
-    arrays = operands(SIZES, "float32", np.random.default_rng(0))
+    arrays = operands(SIZES._replace(value_width=16), "bfloat16", np.random.default_rng(0))
     targets = []
-    for arch in ("sm_90", "sm_100", "sm_90"):
+    for arch in ("sm_80", "sm_100", "sm_80"):
         with emulated.options(arch=arch) as run:
             jax.block_until_ready(call(**arrays))
             targets += [launch.target for launch in run.launches]
-    assert [target.rstrip("af") for target in targets] == ["sm_90", "sm_100", "sm_90"]
+    assert targets == ["sm_80", "sm_100f", "sm_80"]
     assert call._cache_size() == 2
     for others in ({"seed": 1}, {"mode": "relaxed"}, {"trace": True}, {"sm_count": 3}):
         before = call._cache_size()
