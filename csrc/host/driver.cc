@@ -9,6 +9,9 @@
 #include <memory>
 #include <mutex>
 #include <stdexcept>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
 
 #include "csrc/host/kernel_files.h"
 
@@ -117,9 +120,10 @@ const Driver& GetDriver() {
   return driver;
 }
 
-void Check(CUresult result, const std::string& what) {
+void Check(CUresult result, std::string_view what) {
   if (result != CUDA_SUCCESS) {
-    throw std::runtime_error(what + " failed: " + ErrorText(GetDriver(), result) + ".");
+    throw std::runtime_error(std::string(what) + " failed: " + ErrorText(GetDriver(), result) +
+                             ".");
   }
 }
 
@@ -177,7 +181,28 @@ CUtensorMap Encode(const emulator::TensorMap& map, void* address) {
   return encoded;
 }
 
+struct HashKey {
+  size_t operator()(const PlanKey& key) const {
+    return std::hash<std::string_view>()(
+        {reinterpret_cast<const char*>(key.data()), key.size() * sizeof(key[0])});
+  }
+};
+
+// Calls mostly have the shapes, dtypes and attributes of earlier ones, and arrays at the same
+// addresses. So the plans of a context are kept with their kernels, and the tensor maps of a plan
+// by their addresses. What is full is emptied: programs mostly have fewer of them than these.
+constexpr size_t kMostPlans = 512;
+constexpr size_t kMostTensorMaps = 256;  // of each parameter
+
 }  // namespace
+
+struct PreparedPlan {
+  Plan plan;
+  std::vector<CUfunction> functions;  // of its launches
+  std::mutex mutex;                   // of what follows
+  // Of all launches' parameters, in their order.
+  std::vector<std::unordered_map<void*, CUtensorMap>> tensor_maps;
+};
 
 // What is loaded in a context.
 struct StreamContext::Kernels {
@@ -192,11 +217,11 @@ struct StreamContext::Kernels {
   Device device;
   std::mutex mutex;  // of what follows
   std::map<std::string, Module> modules;
+  std::unordered_map<PlanKey, std::shared_ptr<PreparedPlan>, HashKey> plans;
 
-  // The kernel of a launch, loaded if it is not yet.
+  // The kernel of a launch, loaded if it is not yet. The mutex is held.
   CUfunction Find(const Launch& launch) {
     const Driver& driver = GetDriver();
-    const std::lock_guard lock(mutex);
     Module& module = modules[launch.module];
     if (module.handle == nullptr) {
       module.handle = LoadModule(FileForGpu(launch.module, device.major, device.minor));
@@ -262,8 +287,25 @@ StreamContext::~StreamContext() {
 
 const Device& StreamContext::device() const { return kernels_->device; }
 
-void StreamContext::Load(const Plan& plan) {
-  for (const Launch& launch : plan.launches) kernels_->Find(launch);
+std::shared_ptr<PreparedPlan> StreamContext::Find(const PlanKey& key) const {
+  const std::lock_guard lock(kernels_->mutex);
+  const auto found = kernels_->plans.find(key);
+  return found == kernels_->plans.end() ? nullptr : found->second;
+}
+
+std::shared_ptr<PreparedPlan> StreamContext::Prepare(const PlanKey& key, Plan plan) {
+  const auto prepared = std::make_shared<PreparedPlan>();
+  prepared->plan = std::move(plan);
+  size_t maps = 0;
+  const std::lock_guard lock(kernels_->mutex);
+  for (const Launch& launch : prepared->plan.launches) {
+    prepared->functions.push_back(kernels_->Find(launch));
+    maps += launch.tensor_maps.size();
+  }
+  prepared->tensor_maps.resize(maps);
+  if (kernels_->plans.size() >= kMostPlans) kernels_->plans.clear();
+  kernels_->plans[key] = prepared;
+  return prepared;
 }
 
 namespace {
@@ -272,20 +314,29 @@ std::atomic<uint64_t> plans_executed = 0;
 
 uint64_t PlansExecuted() { return plans_executed; }
 
-void StreamContext::Execute(const Plan& plan, std::span<void* const> buffers) {
+void StreamContext::Execute(PreparedPlan& prepared, std::span<void* const> buffers) {
   const Driver& driver = GetDriver();
-  ++plans_executed;
-  for (const Launch& launch : plan.launches) {
-    CUfunction function = kernels_->Find(launch);
-    std::vector<std::byte> parameters = launch.parameters;
+  plans_executed.fetch_add(1, std::memory_order_relaxed);
+  thread_local std::vector<std::byte> parameters;
+  size_t map_index = 0;
+  for (size_t i = 0; i < prepared.functions.size(); ++i) {
+    const Launch& launch = prepared.plan.launches[i];
+    parameters = launch.parameters;
     for (const Address& one : launch.addresses) {
       const void* address = static_cast<std::byte*>(buffers[one.buffer]) + one.offset;
       std::memcpy(parameters.data() + one.at, &address, sizeof(address));
     }
     for (const TensorMapParameter& one : launch.tensor_maps) {
-      const CUtensorMap map =
-          Encode(one.map, static_cast<std::byte*>(buffers[one.buffer]) + one.offset);
-      std::memcpy(parameters.data() + one.at, &map, sizeof(map));
+      void* const address = static_cast<std::byte*>(buffers[one.buffer]) + one.offset;
+      const std::lock_guard lock(prepared.mutex);
+      auto& maps = prepared.tensor_maps[map_index++];
+      auto found = maps.find(address);
+      if (found == maps.end()) {
+        const CUtensorMap map = Encode(one.map, address);
+        if (maps.size() >= kMostTensorMaps) maps.clear();
+        found = maps.emplace(address, map).first;
+      }
+      std::memcpy(parameters.data() + one.at, &found->second, sizeof(found->second));
     }
     // As one parameter, which the driver puts where the kernel has it. (As a whole parameter space
     // it would lie at its start, and a kernel with tensor maps has its parameter at a multiple
@@ -308,7 +359,8 @@ void StreamContext::Execute(const Plan& plan, std::span<void* const> buffers) {
     config.attrs = &cluster;
     // GPUs before sm_90 know no clusters, not even of one CTA.
     config.numAttrs = launch.cluster == std::array<uint32_t, 3>{1, 1, 1} ? 0 : 1;
-    const CUresult result = driver.cuLaunchKernelEx(&config, function, arguments, nullptr);
+    const CUresult result =
+        driver.cuLaunchKernelEx(&config, prepared.functions[i], arguments, nullptr);
     if (result != CUDA_SUCCESS) {
       Check(result,
             "launching " + launch.kernel + " of " + launch.module + " with grid " +

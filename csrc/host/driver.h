@@ -5,6 +5,7 @@
 #define JAX_FA4_CSRC_HOST_DRIVER_H_
 
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -17,6 +18,12 @@ typedef struct CUstream_st* CUstream;
 
 namespace jax_fa4 {
 
+// A plan whose kernels are loaded in a context.
+struct PreparedPlan;
+
+// What tells the plans of an operation on one GPU apart, as numbers: equal keys mean equal plans.
+using PlanKey = std::vector<int64_t>;
+
 // The context of a stream, current for the calling thread as long as the object lives. Everything
 // here throws std::runtime_error, with a sentence.
 class StreamContext {
@@ -27,11 +34,15 @@ class StreamContext {
   StreamContext& operator=(const StreamContext&) = delete;
 
   const Device& device() const;
-  // Makes the plan's kernels ready to be launched. The first time this reads files and loads
-  // modules, which has to happen before a stream is captured.
-  void Load(const Plan& plan);
-  // Launches them. It neither allocates memory on the device nor waits for it.
-  void Execute(const Plan& plan, std::span<void* const> buffers);
+  // A plan of an earlier call with this key, ready to be executed in this context; null if there is
+  // none any more.
+  std::shared_ptr<PreparedPlan> Find(const PlanKey& key) const;
+  // Loads the plan's kernels, and keeps it for later calls. The first time this reads files and
+  // loads modules, which has to happen before a stream is captured.
+  std::shared_ptr<PreparedPlan> Prepare(const PlanKey& key, Plan plan);
+  // Launches the kernels of a plan of this context. It neither allocates memory on the device nor
+  // waits for it.
+  void Execute(PreparedPlan& plan, std::span<void* const> buffers);
 
  private:
   CUstream stream_;

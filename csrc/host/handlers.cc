@@ -1,10 +1,14 @@
 #include "csrc/host/handlers.h"
 
+#include <array>
+#include <bit>
 #include <cstdint>
 #include <exception>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "csrc/host/array_text.h"
 #include "csrc/host/driver.h"
@@ -30,8 +34,7 @@ class Attributes {
       throw std::invalid_argument("the attribute `" + std::string(name) + "` must be " + type +
                                   ": " + value.error().message() + ".");
     }
-    names_ += (names_.empty() ? "" : ", ") + std::string(name);
-    ++taken_;
+    names_.at(taken_++) = name;
     return *value;
   }
 
@@ -43,8 +46,9 @@ class Attributes {
 
   void Finish() const {
     if (dictionary_.size() != taken_) {
-      throw std::invalid_argument("the attributes must be " +
-                                  (names_.empty() ? std::string("none") : names_) +
+      std::string names;
+      for (size_t i = 0; i < taken_; ++i) names += (i == 0 ? "" : ", ") + std::string(names_[i]);
+      throw std::invalid_argument("the attributes must be " + (taken_ == 0 ? "none" : names) +
                                   ", but there are " + std::to_string(dictionary_.size()) + ".");
     }
   }
@@ -52,7 +56,7 @@ class Attributes {
  private:
   const ffi::Dictionary& dictionary_;
   size_t taken_ = 0;
-  std::string names_;
+  std::array<const char*, 16> names_;  // more than a call has
 };
 
 void TakeForward(Attributes& attributes, ForwardAttributes* forward) {
@@ -61,7 +65,13 @@ void TakeForward(Attributes& attributes, ForwardAttributes* forward) {
   forward->softcap = attributes.Take<float>("softcap", "a float32");
 }
 
-// A decoded call: what differs between the three operations is how attributes become a plan.
+void AddForward(const ForwardAttributes& forward, PlanKey* key) {
+  key->insert(key->end(),
+              {forward.band_low, forward.band_high, std::bit_cast<int32_t>(forward.softcap)});
+}
+
+// A decoded call: what differs between the three operations is how attributes become a plan, and
+// its key.
 struct Forward {
   static constexpr const char* kName = "jax_fa4_forward_v1";
   static constexpr const char* kEmulatedName = "jax_fa4_emulated_forward_v1";
@@ -71,6 +81,7 @@ struct Forward {
   Plan MakePlan(std::span<const Array> arrays, const Device& device) const {
     return ForwardPlan(arrays, attributes, device);
   }
+  void AddAttributes(PlanKey* key) const { AddForward(attributes, key); }
 };
 
 struct Backward {
@@ -85,6 +96,10 @@ struct Backward {
   Plan MakePlan(std::span<const Array> arrays, const Device& device) const {
     return BackwardPlan(arrays, attributes, device);
   }
+  void AddAttributes(PlanKey* key) const {
+    AddForward(attributes, key);
+    key->push_back(attributes.deterministic);
+  }
 };
 
 struct TensorCopy {
@@ -95,6 +110,7 @@ struct TensorCopy {
   Plan MakePlan(std::span<const Array> arrays, const Device& device) const {
     return TensorCopyPlan(arrays, device);
   }
+  void AddAttributes(PlanKey*) const {}
 };
 
 // Operands, then results.
@@ -109,6 +125,8 @@ struct Buffers {
       throw std::invalid_argument("a call has " + std::to_string(expected) + " results, not " +
                                   std::to_string(results.size()) + ".");
     }
+    arrays.reserve(operands.size() + results.size());
+    addresses.reserve(operands.size() + results.size());
     for (size_t i = 0; i < operands.size(); ++i) Add(*operands.get<ffi::AnyBuffer>(i));
     for (size_t i = 0; i < results.size(); ++i) Add(**results.get<ffi::AnyBuffer>(i));
   }
@@ -120,6 +138,21 @@ struct Buffers {
     addresses.push_back(buffer.untyped_data());
   }
 };
+
+template <typename Operation>
+PlanKey KeyOf(const Operation& operation, std::span<const Array> arrays) {
+  PlanKey key;
+  key.reserve(128);  // more than any call has
+  key.push_back(reinterpret_cast<intptr_t>(Operation::kName));
+  operation.AddAttributes(&key);
+  for (const Array& array : arrays) {
+    // The names of dtypes are literals, which their addresses tell apart.
+    key.push_back(reinterpret_cast<intptr_t>(array.dtype.data()));
+    key.push_back(static_cast<int64_t>(array.dims.size()));
+    key.insert(key.end(), array.dims.begin(), array.dims.end());
+  }
+  return key;
+}
 
 // Nothing may be thrown through XLA: runs `body`, and what it throws becomes the call's error.
 template <typename Body>
@@ -148,12 +181,12 @@ ffi::Error OnDriver(CUstream stream,
     attributes.Finish();
     const Buffers buffers(operands, results, Operation::kResults);
     StreamContext context(stream);
-    const Plan plan = operation.MakePlan(buffers.arrays, context.device());
-    if constexpr (kExecutes) {
-      context.Execute(plan, buffers.addresses);
-    } else {
-      context.Load(plan);
+    const PlanKey key = KeyOf(operation, buffers.arrays);
+    std::shared_ptr<PreparedPlan> plan = context.Find(key);
+    if (plan == nullptr) {
+      plan = context.Prepare(key, operation.MakePlan(buffers.arrays, context.device()));
     }
+    if constexpr (kExecutes) context.Execute(*plan, buffers.addresses);
   });
 }
 
