@@ -1,6 +1,7 @@
 """The host path of the kernels: plans, the choice of a kernel file, the driver's absence, and emulated calls."""
 
 import ast
+import ctypes
 import ctypes.util
 import math
 import os
@@ -822,6 +823,393 @@ def test_gpus_are_described(tmp_path):
     gpu = {"compute_capability": (10, 3), "sm_count": 160, "l2_bytes": 50 << 20}
     gpu |= {"name": "some GPU", "memory_bytes": 1 << 38}
     assert ast.literal_eval(info) == {"why_not": None, "cuda_version": (13, 0), "gpus": [gpu]}
+
+
+# A driver that notes what it is asked for, and what XLA gives a handler.
+_CALLS = """
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "xla/ffi/api/c_api.h"
+
+extern "C" {
+
+struct Launch {
+  uint64_t stream, context;  // the context that was current
+  char kernel[64];           // the number of its module, and its name
+  unsigned grid[3];
+  unsigned char parameters[1024];
+};
+int parameter_bytes = 0;     // of the kernels that are launched
+uint64_t context_id = 0;     // of context 0: others have higher ones
+std::atomic<int> modules = 0, encodings = 0;
+std::mutex mutex;  // of what follows
+std::deque<Launch> launches;
+std::map<std::pair<uint64_t, std::string>, std::string> functions;
+
+// A stream's context is its number without the last two digits, and the GPU is that of the same number.
+thread_local uint64_t current = 0;
+int cuDriverGetVersion(int* version) { *version = 13000; return 0; }
+int Init(unsigned) { return 0; }
+int Name(int, const char** text) { *text = "CUDA_ERROR_INVALID_VALUE"; return 0; }
+int Text(int, const char** text) { *text = "invalid argument"; return 0; }
+int StreamContext(uint64_t stream, uint64_t* context) { *context = stream / 100; return 0; }
+int Current(uint64_t* context) { *context = current; return 0; }
+int Push(uint64_t context) { current = context; return 0; }
+int Pop(uint64_t* context) { *context = current; current = 0; return 0; }
+int ContextId(uint64_t context, uint64_t* id) { *id = context_id + context; return 0; }
+int ContextGpu(int* gpu) { *gpu = static_cast<int>(current); return 0; }
+int Attribute(int* value, int attribute, int gpu) {
+  *value = attribute == 75 ? (gpu < 3 ? 10 : 9) : attribute == 76 ? 0 : attribute == 16 ? 30 + gpu : 50 << 20;
+  return 0;
+}
+int LoadModule(uint64_t* module, const void*, unsigned, int*, void**) { *module = ++modules; return 0; }
+int FindFunction(const char** function, uint64_t module, const char* name) {
+  const std::lock_guard lock(mutex);
+  std::string& text = functions[{module, name}];
+  text = std::to_string(module) + " " + name;
+  *function = text.c_str();
+  return 0;
+}
+int SetAttribute(const char*, int, int) { return 0; }
+int Encode(unsigned char* map, int, unsigned rank, uint64_t address, const uint64_t* dims, const uint64_t*,
+           const unsigned*, const unsigned*, int, int, int, int) {
+  if (address % 16 != 0) return 1;
+  ++encodings;
+  std::memset(map, 0, 128);
+  std::memcpy(map, &address, 8);
+  std::memcpy(map + 8, dims, 8 * rank);
+  return 0;
+}
+struct Config {
+  unsigned grid[3], block[3], shared_bytes;
+  uint64_t stream;
+};
+int LaunchKernel(const Config* config, const char* function, void** parameters, void**) {
+  Launch launch = {config->stream, current, "", {config->grid[0], config->grid[1], config->grid[2]}, {}};
+  std::strcpy(launch.kernel, function);
+  std::memcpy(launch.parameters, parameters[0], parameter_bytes);
+  const std::lock_guard lock(mutex);
+  launches.push_back(launch);
+  return 0;
+}
+int Unused() { return 999; }
+int cuGetProcAddress_v2(const char* name, void** address, int, unsigned long long, int*) {
+  static const std::map<std::string, void*> all = {
+      {"cuInit", (void*)&Init}, {"cuGetErrorName", (void*)&Name}, {"cuGetErrorString", (void*)&Text},
+      {"cuStreamGetCtx", (void*)&StreamContext}, {"cuCtxGetCurrent", (void*)&Current},
+      {"cuCtxPushCurrent", (void*)&Push}, {"cuCtxPopCurrent", (void*)&Pop}, {"cuCtxGetId", (void*)&ContextId},
+      {"cuCtxGetDevice", (void*)&ContextGpu}, {"cuDeviceGetAttribute", (void*)&Attribute},
+      {"cuModuleLoadDataEx", (void*)&LoadModule}, {"cuModuleGetFunction", (void*)&FindFunction},
+      {"cuFuncSetAttribute", (void*)&SetAttribute}, {"cuTensorMapEncodeTiled", (void*)&Encode},
+      {"cuLaunchKernelEx", (void*)&LaunchKernel}};
+  const auto found = all.find(name);
+  *address = found == all.end() ? (void*)&Unused : found->second;
+  return 0;
+}
+
+Launch* LaunchAt(int index) {
+  const std::lock_guard lock(mutex);
+  return index < static_cast<int>(launches.size()) ? &launches[index] : nullptr;
+}
+
+struct XLA_FFI_Error {
+  std::string message;
+};
+XLA_FFI_Error* CreateError(XLA_FFI_Error_Create_Args* args) { return new XLA_FFI_Error{args->message}; }
+XLA_FFI_Error* GetStream(XLA_FFI_Stream_Get_Args* args) { args->stream = args->ctx; return nullptr; }
+
+// Calls a handler; attributes are scalars. The error's message is put in `message`.
+void Call(XLA_FFI_Handler* handler, int stage, void* stream, int operands, int results, const int* dtypes,
+          const int64_t* ranks, int64_t* dims, void** addresses, int attributes, const char** names,
+          const int* attribute_dtypes, uint64_t* values, char* message) {
+  XLA_FFI_Api api = {};
+  api.struct_size = XLA_FFI_Api_STRUCT_SIZE;
+  api.XLA_FFI_Error_Create = &CreateError;
+  api.XLA_FFI_Stream_Get = &GetStream;
+  std::vector<XLA_FFI_Buffer> buffers(operands + results);
+  std::vector<XLA_FFI_ByteSpan> spans(attributes);
+  std::vector<XLA_FFI_Scalar> scalars(attributes);
+  std::vector<void*> arrays, scalar_addresses;
+  std::vector<XLA_FFI_ByteSpan*> span_addresses;
+  for (int i = 0; i < operands + results; dims += ranks[i++]) {
+    buffers[i].struct_size = XLA_FFI_Buffer_STRUCT_SIZE;
+    buffers[i].dtype = static_cast<XLA_FFI_DataType>(dtypes[i]);
+    buffers[i].data = addresses[i];
+    buffers[i].rank = ranks[i];
+    buffers[i].dims = dims;
+    arrays.push_back(&buffers[i]);
+  }
+  for (int i = 0; i < attributes; ++i) {
+    spans[i] = {names[i], std::strlen(names[i])};
+    scalars[i] = {static_cast<XLA_FFI_DataType>(attribute_dtypes[i]), &values[i]};
+    span_addresses.push_back(&spans[i]);
+    scalar_addresses.push_back(&scalars[i]);
+  }
+  std::vector<XLA_FFI_ArgType> argument_types(operands, XLA_FFI_ArgType_BUFFER);
+  std::vector<XLA_FFI_RetType> result_types(results, XLA_FFI_RetType_BUFFER);
+  std::vector<XLA_FFI_AttrType> attribute_types(attributes, XLA_FFI_AttrType_SCALAR);
+  XLA_FFI_CallFrame frame = {};
+  frame.struct_size = XLA_FFI_CallFrame_STRUCT_SIZE;
+  frame.api = &api;
+  frame.ctx = static_cast<XLA_FFI_ExecutionContext*>(stream);
+  frame.stage = static_cast<XLA_FFI_ExecutionStage>(stage);
+  frame.args = {XLA_FFI_Args_STRUCT_SIZE, nullptr, operands, argument_types.data(), arrays.data()};
+  frame.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, results, result_types.data(), arrays.data() + operands};
+  frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr, attributes, attribute_types.data(), span_addresses.data(),
+                 scalar_addresses.data()};
+  XLA_FFI_Error* error = handler(&frame);
+  std::strncpy(message, error == nullptr ? "" : error->message.c_str(), 1023);
+  delete error;
+}
+}
+"""
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = (
+        ("stream", ctypes.c_uint64),
+        ("context", ctypes.c_uint64),
+        ("kernel", ctypes.c_char * 64),
+        ("grid", ctypes.c_uint * 3),
+        ("parameters", ctypes.c_ubyte * 1024),
+    )
+
+
+_FFI_DTYPES = {"bool": 1, "int32": 4, "uint8": 6, "float16": 10, "float32": 11, "bfloat16": 16}
+
+
+class Calls:
+    """Calls of the CUDA targets in this process, whose driver is that of `_CALLS`."""
+
+    def __init__(self):
+        self.library = ctypes.CDLL("libcuda.so.1")
+        self.library.LaunchAt.restype = ctypes.POINTER(_Launch)
+        self.launches_seen = 0
+
+    def variable(self, name, kind=ctypes.c_int):
+        return kind.in_dll(self.library, name)
+
+    def call(self, arrays, band=(-128, 96), softcap=0.0, deterministic=True, stream=100, base=1 << 20, stage="execute"):
+        """Calls the target that takes such arrays, the first of them at address `base`; returns the error."""
+        target, results = {2: ("tensor_copy", 1), 9: ("forward", 3), 16: ("backward", 5)}[len(arrays)]
+        attributes = {"band_high": np.int32(band[1]), "band_low": np.int32(band[0])}
+        attributes |= {"deterministic": np.bool_(deterministic)} if target == "backward" else {}
+        attributes |= {"softcap": np.float32(softcap)}
+        if target == "tensor_copy":
+            attributes = {}
+        capsule = extension.registrations()["CUDA"][f"jax_fa4_{target}_v1"][stage]
+        python = ctypes.pythonapi
+        python.PyCapsule_GetName.restype, python.PyCapsule_GetName.argtypes = ctypes.c_char_p, [ctypes.py_object]
+        python.PyCapsule_GetPointer.restype = ctypes.c_void_p
+        python.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+        handler = python.PyCapsule_GetPointer(capsule, python.PyCapsule_GetName(capsule))
+
+        def array(kind, values):
+            values = list(values)
+            return (kind * len(values))(*values)
+
+        message = ctypes.create_string_buffer(1024)
+        self.library.Call(
+            ctypes.c_void_p(handler),
+            {"initialize": 2, "execute": 3}[stage],
+            ctypes.c_void_p(stream),
+            len(arrays) - results,
+            results,
+            array(ctypes.c_int, (_FFI_DTYPES[dtype] for dtype, _ in arrays.values())),
+            array(ctypes.c_int64, (len(shape) for _, shape in arrays.values())),
+            array(ctypes.c_int64, (size for _, shape in arrays.values() for size in shape)),
+            array(ctypes.c_void_p, (base + 4096 * i for i in range(len(arrays)))),
+            len(attributes),
+            array(ctypes.c_char_p, (name.encode() for name in attributes)),
+            array(ctypes.c_int, (_FFI_DTYPES[str(value.dtype)] for value in attributes.values())),
+            array(ctypes.c_uint64, (int.from_bytes(value.tobytes(), "little") for value in attributes.values())),
+            message,
+        )
+        return message.value.decode()
+
+    def plan(self, arrays, band=(-128, 96), softcap=0.0, deterministic=True, stream=100, base=1 << 20):
+        """What such a call is to launch: stream, context, kernel, grid and parameters of each."""
+        gpu = stream // 100
+        capability = (10 if gpu < 3 else 9, 0)
+        if len(arrays) == 2:
+            launches = extension.tensor_copy_plan(capability, [(d, list(s)) for d, s in arrays.values()])
+        elif len(arrays) == 9:
+            launches = forward_plan(arrays, capability, band, softcap, 30 + gpu, 50 << 20)
+        else:
+            launches = backward_plan(arrays, capability, band, softcap, deterministic)
+        place = {name: base + 4096 * i for i, name in enumerate(arrays)}
+        expected = []
+        for launch in launches:
+            parameters = bytearray(launch["parameters"])
+            for at, (name, offset) in launch["addresses"].items():
+                struct.pack_into("Q", parameters, at, place[name] + offset)
+            for at, one in launch["tensor_maps"].items():
+                name, offset = one["buffer"]
+                struct.pack_into(f"{1 + len(one['dims'])}Q", parameters, at, place[name] + offset, *one["dims"])
+            expected.append((stream, gpu, launch["kernel"], launch["grid"], bytes(parameters)))
+        self.variable("parameter_bytes").value = len(expected[0][-1])
+        return expected
+
+    def launches(self):
+        """The launches since the last time, in the same form; and the numbers of their kernels' modules."""
+        launches, modules = [], []
+        while pointer := self.library.LaunchAt(self.launches_seen):
+            self.launches_seen += 1
+            one = pointer.contents
+            module, kernel = one.kernel.decode().split()
+            modules.append(int(module))
+            parameters = bytes(one.parameters)[: self.variable("parameter_bytes").value]
+            launches.append((one.stream, one.context, kernel, tuple(one.grid), parameters))
+        return launches, modules
+
+    def check(self, arrays, **how):
+        """Executes a call, which is to launch its plan; returns the numbers of the kernels' modules."""
+        expected = self.plan(arrays, **how)
+        assert self.call(arrays, **how) == ""
+        launches, modules = self.launches()
+        assert launches == expected
+        return modules
+
+
+COPY = {"x": ("float32", (33, 36)), "copy": ("float32", (33, 36))}
+
+
+def check_addresses(calls):
+    """Each call has its own addresses, tensor maps are encoded once for each, and modules are loaded by initialize."""
+    count, modules = calls.variable("encodings"), calls.variable("modules")
+    for arrays, maps in (
+        (forward_arrays(), 4),
+        (COPY, 2),
+        (forward_arrays(dtype="float32"), 0),
+        (backward_arrays(), 0),
+    ):
+        loaded, executed = modules.value, extension.plans_executed()
+        assert calls.call(arrays, stage="initialize") == ""
+        assert (modules.value, extension.plans_executed()) == (loaded + 1, executed)
+        for base, encodes in ((1 << 20, maps), (1 << 30, maps), (1 << 20, 0), (1 << 30, 0), ((1 << 20) + 4096, None)):
+            before = count.value
+            calls.check(arrays, base=base)
+            assert encodes is None or count.value == before + encodes
+        assert (modules.value, extension.plans_executed()) == (loaded + 1, executed + 5)
+
+
+def check_kinds(calls):
+    """Calls that differ in anything have the plans of their own."""
+    how = {"band": (-100, 50), "softcap": 7.0}
+    kinds = [({"arrays": forward_arrays()} | more) for more in ({}, how, how | {"softcap": 8.0}, {"band": (-128, 95)})]
+    kinds += [{"arrays": forward_arrays(dtype=dtype)} for dtype in ("float16", "float32")]
+    kinds += [{"arrays": forward_arrays(out_dtype="float32")}, {"arrays": forward_arrays(bounds=2)}]
+    kinds += [{"arrays": forward_arrays(lead={name: 1})} for name in ("query", "key", "value")]
+    kinds += [{"arrays": forward_arrays(lead={"scale": 2})}]
+    kinds += [{"arrays": forward_arrays(**{size: 8})} for size in ("B", "T", "S", "N", "D", "Dv")]
+    kinds += [{"arrays": backward_arrays(dlse)} | more for dlse in (True, False) for more in ({}, how)]
+    kinds += [{"arrays": COPY}, {"arrays": dict.fromkeys(COPY, ("int32", (33, 36)))}]
+    kinds += [{"arrays": dict.fromkeys(COPY, (dtype, (36, 40)))} for dtype in ("float16", "bfloat16")]
+    for some in (kinds, kinds[::-1], kinds):
+        for kind in some:
+            calls.check(**kind)
+
+
+def check_contexts(calls):
+    """A context has modules and plans of its own, also one at the address of another that is gone."""
+    streams, modules = (100, 200, 101, 300), {}
+    for stream in streams * 2:
+        calls.check(forward_arrays(), band=CAUSAL, stream=stream)
+        (module,) = calls.check(forward_arrays(B=8), band=FULL, stream=stream)
+        assert modules.setdefault(stream // 100, module) == module
+    assert sorted(modules.values()) == [1, 2, 3]
+    calls.variable("context_id", ctypes.c_uint64).value = 1000
+    assert calls.check(forward_arrays(), band=CAUSAL) == [4]
+
+
+def check_bounds(calls):
+    """What is kept has an end, and calls go on being right behind it."""
+    count = calls.variable("encodings")
+    for _ in range(2):
+        before = count.value
+        for i in range(600):
+            calls.check(COPY, base=(1 << 20) + 8192 * i)
+        assert count.value > before + 600
+    before = count.value
+    for _ in range(2):
+        for i in range(1, 1201):
+            calls.check(dict.fromkeys(COPY, ("float32", (i, 4))))
+    assert count.value > before + 2 * 1200
+
+
+def check_threads(calls):
+    """Threads of one context and of several have the launches of their calls."""
+    kinds = [{"arrays": dict.fromkeys(COPY, ("float32", (i, 4 * i))), "base": i << 20} for i in range(1, 700)]
+    plans = [plan for stream in range(100, 400, 50) for kind in kinds for plan in calls.plan(**kind, stream=stream)]
+    together, messages = threading.Barrier(6), []
+
+    def work(stream):
+        together.wait(timeout=60)
+        messages.extend([calls.call(**kind, stream=stream) for kind in kinds])
+
+    threads = [threading.Thread(target=work, args=(stream,)) for stream in range(100, 400, 50)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert messages == [""] * len(plans)
+    assert sorted(calls.launches()[0]) == sorted(plans)
+
+
+def check_errors(calls):
+    """A call that fails says why each time, and leaves others as they are."""
+    wrong = forward_arrays(key=("bfloat16", (2, 96, 3, 64)))
+    for _ in range(2):
+        for stage in ("initialize", "execute"):
+            message = calls.call(wrong, stage=stage)
+            assert message.startswith("jax_fa4_forward_v1: the operand `value` must be bfloat16[b,96,3,64]"), message
+            message = calls.call(forward_arrays(), softcap=-1.0, stage=stage)
+            assert message.startswith("jax_fa4_forward_v1: the attribute `softcap` must be positive"), message
+        message = calls.call(COPY, base=(1 << 20) + 8)
+        text = "encoding a tensor map failed: CUDA_ERROR_INVALID_VALUE (invalid argument)."
+        assert message == f"jax_fa4_tensor_copy_v1: {text}"
+        message = calls.call(COPY | {"copy": ("float32", (33, 35))})
+        assert message.startswith("jax_fa4_tensor_copy_v1: the result `copy` must be float32[33,36], not"), message
+        calls.check(forward_arrays())
+        calls.check(COPY)
+
+
+@pytest.fixture(scope="module")
+def calls_library(tmp_path_factory):
+    """The folder of the driver of `_CALLS`."""
+    if shutil.which("c++") is None:
+        pytest.skip("no C++ compiler for a driver to test with")
+    folder = tmp_path_factory.mktemp("driver")
+    (folder / "driver.cc").write_text(_CALLS)
+    compile_it = ["c++", "-std=c++20", "-shared", "-fPIC", f"-I{jax.ffi.include_dir()}", "driver.cc"]
+    subprocess.run([*compile_it, "-o", "libcuda.so.1"], cwd=folder, check=True)
+    for module in ("sm80_forward.sm_80", "sm80_backward.sm_80", "sm90_copy.sm_90", "sm100_forward.sm_100"):
+        (folder / f"{module}.ptx").write_text("a module for this driver")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "check", [check_addresses, check_kinds, check_contexts, check_bounds, check_threads, check_errors]
+)
+def test_calls_launch_their_plans(calls_library, check):
+    script = f"""
+import test_host
+test_host.extension.set_kernel_directory({str(calls_library)!r})
+test_host.{check.__name__}(test_host.Calls())
+"""
+    environment = os.environ | {"LD_LIBRARY_PATH": str(calls_library), "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_cuda_targets_have_their_stages_and_emulated_ones_the_same_names():
