@@ -163,8 +163,9 @@ def test_tensor_cores_are_taken_wherever_there_are_kernels_for_them(
         assert backward == ("cuda" if "local_window_size" in arguments else "tiled")
 
 
-def test_lowered_without_a_gpu_for_any_that_has_a_kernel_for_tensor_cores() -> None:
+def test_lowered_without_a_gpu_for_any_that_has_a_kernel_for_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long causal call, for which `tiled` is faster than the plain kernels."""
+    monkeypatch.setattr(cuda, "gpu_at_hand", lambda: None)
     long = jax.ShapeDtypeStruct((1, 8192, 32, 128), jnp.bfloat16)
     text = lowered(None, "cuda", x=long)
     assert text.count("@jax_fa4_forward_v1") == 1
