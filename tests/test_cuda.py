@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from suite import AttentionSuite
 
-from jax_fa4 import CUSTOM_CALLS, attention, native, why_not
+from jax_fa4 import CUSTOM_CALLS, attention, cuda, native, why_not
 from jax_fa4.attention import passes
 
 
