@@ -26,15 +26,18 @@ __device__ __forceinline__ float rcp_approx_ftz_f32(float x) {
   return y;
 }
 
-// 9.7.8.8 shl and 9.7.8.9 shr: shifts by 32 or more, too, which give 0.
-__device__ __forceinline__ uint32_t shl_b32(uint32_t x, uint32_t by) {
+// 9.7.8.8 shl, which gives 0 where it shifts by 32 or more: the bits from number x - first on. In
+// C++ the compiler makes more instructions of it, since it moves `first` behind the maximum.
+__device__ __forceinline__ uint32_t bits_from(int32_t x, int32_t first) {
   uint32_t y;
-  asm("shl.b32 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(by));
-  return y;
-}
-__device__ __forceinline__ uint32_t shr_u32(uint32_t x, uint32_t by) {
-  uint32_t y;
-  asm("shr.u32 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(by));
+  asm("{\n"
+      ".reg .s32 t;\n"
+      "sub.s32 t, %1, %2;\n"
+      "max.s32 t, t, 0;\n"
+      "shl.b32 %0, %3, t;\n"
+      "}"
+      : "=r"(y)
+      : "r"(x), "r"(first), "r"(~0u));
   return y;
 }
 

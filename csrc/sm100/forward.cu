@@ -257,10 +257,13 @@ struct Forward {
       // Of the rows of all tasks before, each sum has been handed on too.
       const uint32_t handed_on = Variant::kCorrectionWritesOut ? phases.OfTask() : 0;
 
+      // Blocks of which all rows of the warp see every key.
+      const uint32_t whole = (all.begin + kTileKeys - 1) / kTileKeys;
+      const uint32_t whole_count = max(all.end / kTileKeys, whole) - whole;
+
       SoftmaxRow softmax;
 #pragma unroll 1
       for (uint32_t block = blocks.end; block-- > blocks.first;) {
-        const uint32_t first = block * kTileKeys;
         float s[kTileKeys];
         tile.s_ready.Wait(phases.OfBlock());
         ptx::tcgen05_fence_after_thread_sync();
@@ -271,8 +274,11 @@ struct Forward {
         }
         ptx::tcgen05_wait_ld();
 
-        if (!all.Holds(KeySpan{first, first + kTileKeys})) Mask(s, seen, first);
-        const auto step = softmax.Raise(Maximum(s, softmax.maximum), scale.scale_log2);
+        if (block - whole >= whole_count) Mask(s, seen, block * kTileKeys);
+        auto step = softmax.Raise(Maximum(s, softmax.maximum), scale.scale_log2);
+        if (__any_sync(kAllLanes, SoftmaxRow::IsHuge(step.reference))) {
+          softmax.SubtractHuge(s, step);
+        }
         row_scale = step.decay;
         statistics.Arrive();
 
@@ -283,7 +289,7 @@ struct Forward {
         phases.NextBlock();
       }
 
-      softmax.Close();
+      softmax.Close(scale.scale_log2);
       const bool keep = !seen.Empty() && softmax.sum != 0;
       if (Variant::kCorrectionWritesOut) {
         row_scale = softmax.sum;

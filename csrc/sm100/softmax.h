@@ -81,12 +81,11 @@ __device__ __forceinline__ void Cap(float (&s)[kKeys], float into_cap) {
 template <int32_t kKeys>
 __device__ __forceinline__ void Mask(float (&s)[kKeys], KeySpan seen, uint32_t first) {
   const int32_t begin = static_cast<int32_t>(seen.begin - first);
-  const int32_t left = static_cast<int32_t>(first - seen.end);
+  const int32_t end = static_cast<int32_t>(seen.end - first);
 #pragma unroll
   for (int32_t fragment = 0; fragment < kKeys; fragment += 32) {
-    // A bit for each key: shifts by 32 and more leave none.
-    const uint32_t keep = ptx::shl_b32(~0u, max(begin - fragment, 0)) &
-                          ptx::shr_u32(~0u, max(left + fragment + 32, 0));
+    const uint32_t keep =
+        ptx::bits_from(begin, fragment) & ~ptx::bits_from(end, fragment);  // a bit for each key
 #pragma unroll
     for (int32_t k = 0; k < 32; ++k) {
       s[fragment + k] = ptx::selp_f32_bit(s[fragment + k], -Infinity(), keep, k);
@@ -157,6 +156,11 @@ struct SoftmaxRow {
     float reference;  // of the weights of this block
   };
 
+  // A reference is rounded, and so far off is every weight: too far where it is as large as this.
+  static __device__ __forceinline__ bool IsHuge(float reference) {
+    return fabsf(reference) > 0x1p20f;
+  }
+
   // Takes in the maximum of all keys so far.
   __device__ __forceinline__ Step Raise(float highest, float scale_log2) {
     // Where all keys are hidden so far, weights are 2^-inf and not NaN.
@@ -167,18 +171,32 @@ struct SoftmaxRow {
     return {ptx::ex2_approx_ftz_f32(rise), safe * scale_log2};
   }
 
+  // For a row whose reference is huge, takes it from the products before they are scaled.
+  template <int32_t kKeys>
+  __device__ __forceinline__ void SubtractHuge(float (&s)[kKeys], Step& step) const {
+    const float2 subtracted = Both(IsHuge(step.reference) ? maximum : 0);
+    if (IsHuge(step.reference)) step.reference = 0;
+#pragma unroll
+    for (int32_t k = 0; k < kKeys; k += 2) {
+      const float2 x = ptx::sub_rn_f32x2(make_float2(s[k], s[k + 1]), subtracted);
+      s[k] = x.x;
+      s[k + 1] = x.y;
+    }
+  }
+
   // When all blocks are through.
-  __device__ __forceinline__ void Close() {
+  __device__ __forceinline__ void Close(float scale_log2) {
     // The weights of infinite logits are NaN, but for those that the FMA units computed.
-    if (maximum == Infinity()) sum = maximum - maximum;
+    const float reference = maximum * scale_log2;
+    if (maximum != -Infinity() && fabsf(reference) == Infinity()) sum = reference - reference;
   }
 
   // Of a row with a sum other than 0. The reference, as rounded, is not quite maximum * scale: what
-  // lies between them was given to each weight.
+  // lies between them was given to each weight, unless SubtractHuge was at work.
   __device__ __forceinline__ LogSumExp Finish(const LogitScale& scale) const {
     const float top = maximum * scale.scale, top_error = fmaf(maximum, scale.scale, -top);
     const float reference = maximum * scale.scale_log2;
-    const float excess = fmaf(maximum, scale.scale_log2, -reference) * kLn2;
+    const float excess = IsHuge(reference) ? 0 : fmaf(maximum, scale.scale_log2, -reference) * kLn2;
     const float log_sum = logf(sum), lse = top + log_sum;
     return {lse, log_sum - (lse - top) + top_error - excess};
   }
