@@ -459,9 +459,12 @@ def key_blocks(loops: Sequence[Loop], width: int, value_width: int) -> dict[str,
             path = min(found, key=lambda path: path.instructions / blocks(path))
             result[part] = KeyBlock(path.instructions / blocks(path), path, blocks(path))
 
-    # Masks come as bits, which become predicates.
-    add("softmax", softmax, lambda x: (x.columns, -x.count("R2P")), lambda path: not masked(path))
-    add("softmax, masked", softmax, lambda x: (x.columns, x.count("R2P")), masked)
+    # A few selections are no mask.
+    def selections(path: Path) -> int:
+        return path.count("FSEL") // (_KEYS // 16)
+
+    add("softmax", softmax, lambda x: (x.columns, -selections(x)), lambda path: not masked(path))
+    add("softmax, masked", softmax, lambda x: (x.columns, selections(x)), masked)
     add("correction", correction, lambda x: (x.columns,))
     add("MMA", mma, lambda x: (x.count("UTCHMMA"),))
     return result

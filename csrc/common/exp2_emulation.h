@@ -6,7 +6,7 @@
 // Source: Zadouri et al., "FlashAttention-4" (2026), section 3.1: Cody and Waite's split of x into
 // an integer and a fraction, and a polynomial for the fraction's power. Theirs is of degree 3,
 // whose error of 8.8e-5 is far below the rounding of weights to 16 bits; but the sum of a row's
-// weights, and with it lse, is not rounded to that. One degree more costs a 50th of the softmax.
+// weights, and with it lse, is not rounded to that. Two degrees more cost a 30th of the softmax.
 
 #ifndef JAX_FA4_CSRC_COMMON_EXP2_EMULATION_H_
 #define JAX_FA4_CSRC_COMMON_EXP2_EMULATION_H_
