@@ -372,13 +372,7 @@ def tolerances(dtype: Any, want: Results, rounded: Results) -> dict[str, np.ndar
             error = np.where(finite, np.abs(x - want[name]), 0)
         spacing = float(jnp.finfo(np.float32 if name == "lse" else dtype).eps)
         allowed[name] = (2 * (error / unit).max(initial=0) + 1.5 * spacing) * unit
-        if name == "lse" and jnp.finfo(dtype).bits == 16:
-            allowed[name] = allowed[name] + _EXPONENTIALS
     return allowed
-
-
-# Kernels for 16-bit operands compute exponentials to what float16 keeps of them, which shows in lse only.
-_EXPONENTIALS = 2.0**-13
 
 
 def compare(got: Results, want: Results, allowed: Results) -> tuple[float, list[str]]:

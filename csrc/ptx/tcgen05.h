@@ -30,11 +30,6 @@ __device__ __forceinline__ void tcgen05_dealloc(uint32_t address, uint32_t colum
                : "memory");
 }
 
-// 9.7.16.7.1 tcgen05.relinquish_alloc_permit: this CTA will not allocate again.
-__device__ __forceinline__ void tcgen05_relinquish_alloc_permit() {
-  asm volatile("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;" ::: "memory");
-}
-
 // 9.7.16.11.1 tcgen05.fence: what this thread's tcgen05 instructions did so far is ordered before
 // what other threads' do behind a synchronisation, and the other way round.
 __device__ __forceinline__ void tcgen05_fence_before_thread_sync() {

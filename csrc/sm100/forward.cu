@@ -85,6 +85,27 @@ struct Forward {
     }
   }
 
+  // The next tile of the ring: a block of keys, or of their values.
+  template <int32_t kWidth>
+  __device__ __forceinline__ void LoadKeys(KvPlace& place,
+                                           bool leads,
+                                           const TensorMap& map,
+                                           const Task& task,
+                                           uint32_t block,
+                                           uint32_t batch) const {
+    KvControl& stage = control.ring[place.stage];
+    stage.kv_load_empty.Wait(place.parity ^ 1);
+    if (leads) {
+      LoadTile<kWidth>(memory.KeyValue(place.stage),
+                       map,
+                       task.kv_head,
+                       block * kTileKeys,
+                       ElementOf(task.batch, batch),
+                       stage.kv_load_full);
+    }
+    place.Advance();
+  }
+
   __device__ __forceinline__ void Load() const {
     const bool leads = ptx::elect_sync();
     KvPlace place;
@@ -98,34 +119,16 @@ struct Forward {
                                       p.query,
                                       task.head,
                                       task.position + stage * task.positions_of_tile,
-                                      task.batch % p.query_batch,
+                                      ElementOf(task.batch, p.query_batch),
                                       control.tiles[stage].q_load_full);
         }
       };
       load_query(0);
 #pragma unroll 1
       for (uint32_t block = blocks.end; block-- > blocks.first;) {
-        control.ring[place.stage].kv_load_empty.Wait(place.parity ^ 1);
-        if (leads) {
-          LoadTile<kWidths.query_key>(memory.KeyValue(place.stage),
-                                      p.key,
-                                      task.kv_head,
-                                      block * kTileKeys,
-                                      task.batch % p.key_batch,
-                                      control.ring[place.stage].kv_load_full);
-        }
-        place.Advance();
+        LoadKeys<kWidths.query_key>(place, leads, p.key, task, block, p.key_batch);
         if (block + 1 == blocks.end) load_query(1);
-        control.ring[place.stage].kv_load_empty.Wait(place.parity ^ 1);
-        if (leads) {
-          LoadTile<kWidths.value>(memory.KeyValue(place.stage),
-                                  p.value,
-                                  task.kv_head,
-                                  block * kTileKeys,
-                                  task.batch % p.value_batch,
-                                  control.ring[place.stage].kv_load_full);
-        }
-        place.Advance();
+        LoadKeys<kWidths.value>(place, leads, p.value, task, block, p.value_batch);
       }
       phases.NextTask();
     });
@@ -249,7 +252,7 @@ struct Forward {
       // The keys that this row sees, and those that all rows of the warp see.
       KeySpan seen = blocks.hull, all = blocks.hull;
       if (Variant::kKind != Kind::kFull) {
-        seen = task.Bounds(p).Of(task.PositionOf(Group(), TileRow()));
+        seen = BoundsOf(p, task.batch).Of(task.PositionOf(Group(), TileRow()));
         all = seen.Empty() ? KeySpan{0, ~0u} : seen;
         all = {__reduce_max_sync(kAllLanes, all.begin), __reduce_min_sync(kAllLanes, all.end)};
       }

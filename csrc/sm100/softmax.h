@@ -38,10 +38,6 @@ struct LogitScale {
   }
 };
 
-__device__ __forceinline__ float ScaleOf(const Parameters& p, uint32_t batch) {
-  return p.scale[batch % p.scale_batch];
-}
-
 __device__ __forceinline__ float2 Both(float x) { return make_float2(x, x); }
 
 // tanh(x ln(2) / 2): what remains of e^2x is 2^x. Where the result is small, so is the difference

@@ -4,7 +4,7 @@
 #ifndef JAX_FA4_CSRC_SM100_TASK_H_
 #define JAX_FA4_CSRC_SM100_TASK_H_
 
-#include "csrc/common/row_bounds.h"
+#include "csrc/common/operands.h"
 #include "csrc/common/tile_schedule.h"
 #include "csrc/sm100/config.h"
 
@@ -52,16 +52,7 @@ struct Task {
   // All lanes of a warp call it together.
   __device__ __forceinline__ KeyBlocks Blocks(const Parameters& p) const {
     if (kKind == Kind::kFull) return KeyBlocks({0, static_cast<uint32_t>(p.keys)});
-    return KeyBlocks(Bounds(p).Hull(position, position + kQueryTiles * positions_of_tile));
-  }
-  __device__ __forceinline__ RowBounds Bounds(const Parameters& p) const {
-    const bool arrays = p.lower != nullptr;
-    return {arrays ? p.lower + int64_t{batch % p.lower_batch} * p.rows : nullptr,
-            arrays ? p.upper + int64_t{batch % p.upper_batch} * p.rows : nullptr,
-            p.rows,
-            p.keys,
-            p.band_low,
-            p.band_high};
+    return KeyBlocks(BoundsOf(p, batch).Hull(position, position + kQueryTiles * positions_of_tile));
   }
 
   // Where a row of a tile is in the arrays.

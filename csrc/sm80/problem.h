@@ -1,21 +1,15 @@
-// What the plain kernels read of their parameters in the same way: which heads of which arrays
-// belong together, the bounds of a batch element's rows, and what dot products become.
+// What the plain kernels have in common of the problem: which heads of which arrays belong
+// together, and what dot products become.
 
 #ifndef JAX_FA4_CSRC_SM80_PROBLEM_H_
 #define JAX_FA4_CSRC_SM80_PROBLEM_H_
 
-#include "csrc/common/row_bounds.h"
+#include "csrc/common/operands.h"
 #include "csrc/common/softcap.h"
 #include "csrc/sm80/config.h"
 #include "csrc/sm80/tile.h"
 
 namespace jax_fa4::sm80 {
-
-// Which of the `length` elements along an operand's leading axis batch element `batch` uses. There
-// is mostly one for each, and no need of a division: in a short call several would take long.
-__device__ __forceinline__ uint32_t ElementOf(uint32_t batch, uint32_t length) {
-  return batch < length ? batch : batch % length;
-}
 
 // The operands, and where a query head of a batch element is in them.
 template <class Element>
@@ -44,20 +38,6 @@ struct Heads {
     return heads == kv_heads ? head : head / (heads / kv_heads);
   }
 };
-
-__device__ __forceinline__ float ScaleOf(const Parameters& p, uint32_t batch) {
-  return p.scale[ElementOf(batch, p.scale_batch)];
-}
-
-__device__ __forceinline__ RowBounds BoundsOf(const Parameters& p, uint32_t batch) {
-  const bool arrays = p.lower != nullptr;
-  return {arrays ? p.lower + int64_t{ElementOf(batch, p.lower_batch)} * p.rows : nullptr,
-          arrays ? p.upper + int64_t{ElementOf(batch, p.upper_batch)} * p.rows : nullptr,
-          p.rows,
-          p.keys,
-          p.band_low,
-          p.band_high};
-}
 
 // Turns dot products into logits. Under a cap `with_slope` gets its slope at each (i, j).
 template <int32_t kRows, int32_t kColumns, class WithSlope>
