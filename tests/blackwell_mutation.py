@@ -243,7 +243,7 @@ def case(name: str) -> mutation.Case:
 
     def try_out(kernel: Kernel, seed: int) -> str | None:
         # An arrival too many shows in most interleavings, not in all.
-        runs = itertools.product(problems, range(4 * seed, 4 * seed + 4))
+        runs = itertools.product(problems, range(12 * seed, 12 * seed + 12))
         return next((fault for problem, one in runs if (fault := problem.run(kernel, one)[1])), None)
 
     return mutation.Case(ptx(name), try_out, reasons(name), SOURCE.name)
