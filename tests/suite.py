@@ -335,6 +335,12 @@ class AttentionSuite:
         sizes = Sizes(2, 320, 320, 2, 1, 64, 64)
         self.check(operands(sizes, self.dtype, np.random.default_rng(8), kind) | {"softcap": 20.0})
 
+    @pytest.mark.parametrize("softcap", [1e-37, 1e30, 1e37])
+    def test_soft_cap_next_to_the_ends_of_float32(self, softcap: float) -> None:
+        """The least caps everything away, the others nothing."""
+        sizes = Sizes(2, 70, 90, 2, 1, 64, 64)
+        self.check(operands(sizes, self.dtype, np.random.default_rng(17)) | {"softcap": softcap, "is_causal": True})
+
     def test_head_width_256(self) -> None:
         """On data with outliers, where a peer's query gradients were wrong for every batch element but the first."""
         sizes = Sizes(2, 200, 200, 2, 2, 256, 256)

@@ -363,6 +363,21 @@ def test_scale(choice: Mapping[str, Any], scale: float) -> None:
     check(operands(sizes, "bfloat16", rng) | masked(sizes, NONE | choice, rng) | {"scale": np.float32(scale)})
 
 
+@pytest.mark.parametrize("softcap", [1e30, 3.4e38])
+def test_huge_soft_cap(softcap: float) -> None:
+    check(operands(Sizes(1, 150, 270, 2, 1, 64, 64), "bfloat16", np.random.default_rng(18)) | {"softcap": softcap})
+
+
+def test_tiny_soft_cap() -> None:
+    """Every key weighs the same, also one of zeros, although what the cap divides overflows."""
+    arguments = operands(Sizes(1, 150, 270, 2, 1, 64, 64), "bfloat16", np.random.default_rng(18))
+    arguments["key"][:, ::2] = 0
+    ran = forward(arguments | {"softcap": 2e-38, "scale": np.float32(300)})
+    want = forward(arguments | {"softcap": 1.0, "scale": np.float32(0)})
+    np.testing.assert_array_equal(ran.out, want.out)
+    np.testing.assert_array_equal(ran.lse, want.lse)
+
+
 @pytest.mark.parametrize("choice", [{}, {"is_causal": True, "query_offset": "end"}], ids=label)
 @pytest.mark.parametrize("scale", [1e20, -1e30, 1e34], ids=str)
 def test_huge_scale(choice: Mapping[str, Any], scale: float) -> None:

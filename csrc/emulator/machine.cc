@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "csrc/emulator/numerics.h"
 #include "csrc/emulator/tensor_map.h"
 
 namespace jax_fa4::emulator {
@@ -361,6 +362,7 @@ void Machine::LaunchClusters() {
 // ---- Scheduling
 
 const std::vector<Report>& Machine::Run() {
+  const DefaultFloatEnvironment environment;
   int timeouts = 0;
   while (!stopped_) {
     LaunchClusters();

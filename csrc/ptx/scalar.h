@@ -19,6 +19,13 @@ __device__ __forceinline__ float max_nan_f32(float a, float b, float c) {
   return d;
 }
 
+// 9.7.3.11 min, .NaN.
+__device__ __forceinline__ float min_nan_f32(float a, float b) {
+  float d;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
+  return d;
+}
+
 // 9.7.3.13 rcp, with a relative error of 2^-23.
 __device__ __forceinline__ float rcp_approx_ftz_f32(float x) {
   float y;

@@ -4,6 +4,7 @@
 #ifndef JAX_FA4_CSRC_SM100_BARRIERS_H_
 #define JAX_FA4_CSRC_SM100_BARRIERS_H_
 
+#include "csrc/common/barrier.h"
 #include "csrc/ptx/mbarrier.h"
 #include "csrc/ptx/warp.h"
 #include "csrc/sm100/config.h"
@@ -11,39 +12,6 @@
 namespace jax_fa4::sm100 {
 
 inline constexpr int32_t kWarpRows = 32;  // of a tile, a thread each
-
-// An mbarrier. Its phases are counted from 0, and their parity is the last bit of the count.
-class Barrier {
- public:
-  __device__ __forceinline__ void Init(uint32_t arrivals) {
-    ptx::mbarrier_init(&barrier_, arrivals);
-  }
-  __device__ __forceinline__ void Arrive() { ptx::mbarrier_arrive(&barrier_); }
-  // Waits for the end of a phase. The phase before the first, of parity 1, counts as ended, so that
-  // who fills a buffer begins without waiting.
-  __device__ __forceinline__ void Wait(uint32_t parity) {
-    while (!ptx::mbarrier_try_wait_parity(&barrier_, parity)) {
-    }
-  }
-  __device__ __forceinline__ uint64_t* Get() { return &barrier_; }
-
- private:
-  uint64_t barrier_;
-};
-
-// A place in a ring of buffers, and the parity of the phase in which it is filled.
-template <int32_t kStages>
-struct RingPlace {
-  int32_t stage = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ void Advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
 
 // Parities of the phases of barriers that are used once a block of keys, and once a task: in one
 // register, of which softmax threads have none to spare.

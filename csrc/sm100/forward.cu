@@ -280,7 +280,7 @@ struct Forward {
         if (block - whole >= whole_count) Mask(s, seen, block * kTileKeys);
         auto step = softmax.Raise(Maximum(s, softmax.maximum), scale.scale_log2);
         if (__any_sync(kAllLanes, SoftmaxRow::IsHuge(step.reference))) {
-          softmax.SubtractHuge(s, step);
+          Subtract(s, softmax.SubtractFirst(step));
         }
         row_scale = step.decay;
         statistics.Arrive();
@@ -305,6 +305,7 @@ struct Forward {
         p.lse[index] = finished.lse;
         p.lse_rounding[index] = finished.rounding;
       }
+      __syncwarp();
       if (Variant::kCorrectionWritesOut) tile.softmax_corr_empty.Wait(phases.OfBlock() ^ handed_on);
       phases.NextTask();
     });
@@ -469,7 +470,9 @@ struct Forward {
       if (warp == kStoreWarp) Store();
     }
 
+    ptx::tcgen05_fence_before_thread_sync();
     __syncthreads();  // tensor memory has been read
+    ptx::tcgen05_fence_after_thread_sync();
     if (Warp() == kMmaWarp) ptx::tcgen05_dealloc(control.tensor_memory, kTensorColumns);
   }
 };

@@ -3,6 +3,7 @@
 #ifndef JAX_FA4_CSRC_SM100_OUT_TILE_H_
 #define JAX_FA4_CSRC_SM100_OUT_TILE_H_
 
+#include "csrc/common/element.h"
 #include "csrc/ptx/f32x2.h"
 #include "csrc/ptx/tcgen05.h"
 #include "csrc/sm100/variant.h"
@@ -56,6 +57,7 @@ struct OutRow {
 #pragma unroll 1
     for (int32_t column = 0; column < kWidth; column += kPiece) {
       float x[kPiece];
+      __syncwarp();
       Load(column, x);
 #pragma unroll
       for (int32_t i = 0; i < kPiece; i += 4) {

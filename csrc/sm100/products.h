@@ -3,6 +3,7 @@
 #ifndef JAX_FA4_CSRC_SM100_PRODUCTS_H_
 #define JAX_FA4_CSRC_SM100_PRODUCTS_H_
 
+#include "csrc/common/element.h"
 #include "csrc/common/lanes.h"
 #include "csrc/ptx/tcgen05.h"
 #include "csrc/sm100/variant.h"

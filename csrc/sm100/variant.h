@@ -3,7 +3,6 @@
 #ifndef JAX_FA4_CSRC_SM100_VARIANT_H_
 #define JAX_FA4_CSRC_SM100_VARIANT_H_
 
-#include "csrc/ptx/convert.h"
 #include "csrc/sm100/config.h"
 
 namespace jax_fa4::sm100 {
@@ -50,23 +49,6 @@ struct Variant {
                                                                  : Emulation{0, 32};
 #endif
 };
-
-template <class Element>
-inline constexpr bool kIsBfloat16 = false;
-template <>
-inline constexpr bool kIsBfloat16<ptx::bfloat16> = true;
-
-// Two elements in a register, the first in the lower half.
-template <class Element>
-__device__ __forceinline__ uint32_t Pack(float low, float high);
-template <>
-__device__ __forceinline__ uint32_t Pack<ptx::float16>(float low, float high) {
-  return ptx::cvt_rn_f16x2_f32(low, high);
-}
-template <>
-__device__ __forceinline__ uint32_t Pack<ptx::bfloat16>(float low, float high) {
-  return ptx::cvt_rn_bf16x2_f32(low, high);
-}
 
 }  // namespace jax_fa4::sm100
 
