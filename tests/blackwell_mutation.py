@@ -215,9 +215,9 @@ def no_fault(mutant: mutation.Mutant, name: str) -> str | None:
 
     # ---- Lanes and registers
     if fault == "drop: bar.warp":
-        if place == at("__syncwarp();", 0):
-            return "the lanes of a warp execute together here: see docs/emulator.md on what it cannot prove"
-        return "the lane that waits for the copies arrives too, behind its wait"
+        if place == at("__syncwarp();", 2):
+            return "the lane that waits for the copies arrives too, behind its wait"
+        return "the lanes of a warp execute together here: see docs/emulator.md on what it cannot prove"
     if fault == "next barrier: bar.sync" and place == at("__syncthreads();"):
         return "nobody uses the next one yet"
     if fault in ("drop: setmaxnreg.inc", "8 registers less: setmaxnreg.inc", "8 registers less: setmaxnreg.dec"):

@@ -1,5 +1,6 @@
-// The kernels that were built: files NAME.TARGET.cubin and NAME.TARGET.ptx in one directory, both
-// from one compilation, where TARGET is what NVRTC compiled for ("sm_80", "sm_90a", "sm_100f").
+// The kernels that were built: in one directory files NAME.TARGET.cubin and, of some targets only,
+// NAME.TARGET.ptx from the same compilation, where TARGET is what NVRTC compiled for ("sm_80",
+// "sm_90a", "sm_100f").
 
 #ifndef JAX_FA4_CSRC_HOST_KERNEL_FILES_H_
 #define JAX_FA4_CSRC_HOST_KERNEL_FILES_H_

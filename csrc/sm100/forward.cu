@@ -470,9 +470,7 @@ struct Forward {
       if (warp == kStoreWarp) Store();
     }
 
-    ptx::tcgen05_fence_before_thread_sync();
     __syncthreads();  // tensor memory has been read
-    ptx::tcgen05_fence_after_thread_sync();
     if (Warp() == kMmaWarp) ptx::tcgen05_dealloc(control.tensor_memory, kTensorColumns);
   }
 };
