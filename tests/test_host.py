@@ -330,7 +330,7 @@ def test_no_kernel_says_why():
 
 # ---- Plans of the Blackwell forward
 
-# Fields of `Parameters` in csrc/sm100/config.h: tensor maps, addresses, numbers.
+# Fields of `ForwardParameters` in csrc/common/forward_parameters.h: tensor maps, addresses, numbers.
 BLACKWELL_MAPS = ("query", "key", "value", "out")
 BLACKWELL_ADDRESSES = ("scale", "lower", "upper", "out_float", "lse", "lse_rounding")
 BLACKWELL_NUMBERS = (*NUMBERS[:-1], "packed_heads", "row_tasks", "head_tasks", "section", "last_first")

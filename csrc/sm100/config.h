@@ -1,11 +1,11 @@
-// What the Blackwell forward and its host code agree on: parameters, tiles, the plans of shared and
-// of tensor memory.
+// What the Blackwell forward and its host code agree on besides parameters: tiles, the plans of
+// shared and of tensor memory.
 
 #ifndef JAX_FA4_CSRC_SM100_CONFIG_H_
 #define JAX_FA4_CSRC_SM100_CONFIG_H_
 
+#include "csrc/common/forward_parameters.h"
 #include "csrc/common/integers.h"
-#include "csrc/common/tensor_map.h"
 
 namespace jax_fa4::sm100 {
 
@@ -16,53 +16,13 @@ struct Widths {
 };
 inline constexpr Widths kWidths[] = {{64, 64}, {96, 96}, {128, 128}, {192, 128}};
 
-// What differs between kernels of the same widths and dtype.
-enum class Kind {
-  kFull,    // every row sees every key
-  kBounds,  // rows see intervals, from the band or from arrays
-  kSoftcap  // the same, and logits are capped
-};
+using Parameters = ForwardParameters;
+using Kind = ForwardKind;
 
 inline constexpr int32_t kThreads = 512;
-inline constexpr int32_t kTileRows = 128;  // of a query tile, packed: see Parameters::packed_heads
+inline constexpr int32_t kTileRows = 128;  // of a query tile, packed: see ForwardParameters
 inline constexpr int32_t kTileKeys = 128;
-inline constexpr int32_t kQueryTiles = 2;  // in flight in a CTA: the stages 0 and 1
-
-// All arrays are contiguous, in the layouts of docs/spec.md. Operands whose leading axis is shorter
-// than `batch` divide it: batch element b uses row b % length.
-//
-// The rows of a query tile are of `packed_heads` heads that share a key/value head: row r is of
-// position r / packed_heads, and of head r % packed_heads among these. packed_heads is the largest
-// power of two that divides both the group N / K and kTileRows.
-struct Parameters {
-  // Of four dimensions: width, heads, positions, batch. Boxes are 64 elements wide, with a swizzle
-  // of 128 bytes; those of query and out have kTileRows rows, {64, packed_heads, kTileRows /
-  // packed_heads, 1}, those of key and value are {64, 1, kTileKeys, 1}.
-  TensorMap query, key, value;
-  TensorMap out;  // zeros where out is float32
-
-  const float* scale;    // (scale_batch,)
-  const int32_t* lower;  // (lower_batch, T): row bounds; both null where the band below tells them
-  const int32_t* upper;  // (upper_batch, T)
-  float* out_float;      // (B, T, N, Dv) where out is float32, whatever query's dtype is; else null
-  float* lse;            // (B, T, N)
-  float* lse_rounding;   // (B, T, N): exact lse minus lse
-
-  int32_t batch, rows, keys, heads, kv_heads;  // B, T, S, N, K
-  int32_t width, value_width;                  // D, Dv
-  int32_t query_batch, key_batch, value_batch, scale_batch, lower_batch, upper_batch;
-  // Row i sees keys [i + band_low, i + band_high) cut to [0, S): an unbounded side is -T or S.
-  int32_t band_low, band_high;
-  float softcap;  // c of c * tanh(logits / c); 0 but in the kernels of kSoftcap
-
-  // The schedule: see csrc/common/tile_schedule.h. A task is kQueryTiles query tiles of one pack of
-  // heads of one batch element.
-  int32_t packed_heads;
-  int32_t row_tasks;   // of a pack of heads: ceil(T * packed_heads / (kQueryTiles * kTileRows))
-  int32_t head_tasks;  // packs of heads in all batch elements: B * N / packed_heads
-  int32_t section;     // packs of heads whose keys and values the L2 cache holds together
-  int32_t last_first;  // whether tasks of later rows come first
-};
+inline constexpr int32_t kQueryTiles = 2;  // of a task, in flight in a CTA: the stages 0 and 1
 
 // Shared memory of a CTA, in this order. Tiles are panels of 64 columns, 128 bytes a row, swizzled
 // as the copy engine does for boxes of 128 bytes; they lie at multiples of 1024 bytes.
