@@ -245,12 +245,11 @@ std::unique_ptr<Cluster> Machine::NewCluster(uint64_t number) {
       cta->free_copy_slots.push_back(
           static_cast<Slot>(cta->first_slot + warps * kWarpSlots + 1 + i));
     }
-    // 64 K registers of an SM, in units of 8 a thread and 256 a warp.
+    // Of the 64 K registers of an SM a CTA has what its threads begin with, in units of 8 a thread.
     const uint32_t limit =
         program.kernel->maximal_registers != 0 ? program.kernel->maximal_registers : 255;
     const uint32_t share = 65536 / (warps * kLanes) / 8 * 8;
     const uint32_t at_launch = std::min(limit, share);
-    cta->free_registers = 65536 - at_launch * warps * kLanes;
     cta->live_warps = warps;
     for (uint32_t w = 0; w < warps; ++w) {
       auto warp = std::make_unique<Warp>();
