@@ -391,7 +391,17 @@ def jax_nn(floats: Mapping[str, Any], visible: Any, softcap: float | None = None
 def _jax_nn_results(
     floats: dict[str, Any], visible: Any, dout: Any, dlse: Any, softcap: float | None
 ) -> dict[str, Array]:
-    (out, lse), pull = jax.vjp(functools.partial(jax_nn, visible=visible, softcap=softcap), floats)
+    def call(floats: dict[str, Any]) -> tuple[Array, Array]:
+        # JAX 0.10.0 compiles no products in bfloat16 of a single row or key: to those comes one that sees nothing, or
+        # that nothing sees.
+        rows, keys = visible.shape[2:]
+        more_rows, more_keys = (0, int(rows == 1)), (0, int(keys == 1))
+        more = {"query": more_rows, "key": more_keys, "value": more_keys}
+        padded = {name: jnp.pad(floats[name], ((0, 0), some, (0, 0), (0, 0))) for name, some in more.items()}
+        out, lse = jax_nn(floats | padded, jnp.pad(visible, ((0, 0), (0, 0), more_rows, more_keys)), softcap)
+        return out[:, :rows], lse[:, :rows]
+
+    (out, lse), pull = jax.vjp(call, floats)
     return {"out": out, "lse": lse, **pull((dout, dlse.astype(lse.dtype)))[0]}
 
 

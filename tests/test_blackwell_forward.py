@@ -341,7 +341,7 @@ def test_random(data: st.DataObject) -> None:
     kv_heads = pick((1, 2, 3))
     widths = pick((*WIDTHS, *NARROWER))
     sizes = Sizes(
-        pick((1, 2)), pick((2, 5, 64, 300)), pick((3, 100, 520)), kv_heads * pick((1, 2, 5)), kv_heads, *widths
+        pick((1, 2)), pick((1, 5, 64, 300)), pick((1, 3, 100, 520)), kv_heads * pick((1, 2, 5)), kv_heads, *widths
     )
     features = data.draw(st.sets(st.sampled_from(list(SPARSE)), max_size=5))
     choice = NONE | {name: pick(SPARSE[name][1:]) for name in SPARSE if name in features}
