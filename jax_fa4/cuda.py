@@ -38,7 +38,7 @@ _DTYPES = ("float16", "bfloat16", "float32")
 _MOST_WIDTH = 256
 # D and Dv by which every kernel is reached: those that kernels are compiled for, and two that the copy engine does not
 # take.
-_WIDTHS = ((64, 64), (128, 128), (256, 256), (96, 96), (192, 128), (60, 60), (124, 124))
+_WIDTHS = ((64, 64), (128, 128), (256, 256), (96, 96), (192, 128), (60, 60), (124, 124), (252, 252))
 _OLDEST = (8, 0)
 KERNELS = ("sm80_forward", "sm80_backward")
 """The files of the plain kernels, which serve every call that any kernel serves."""

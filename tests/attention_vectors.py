@@ -61,6 +61,18 @@ _CASES: dict[str, tuple[Sizes, str, str, dict[str, Any]]] = {
     "width_128": (Sizes(1, 40, 70, 1, 1, 128, 128), "bfloat16", "gaussian", {"is_causal": True}),
     "width_192_128": (Sizes(1, 35, 40, 1, 1, 192, 128), "bfloat16", "gaussian", {}),
     "width_256": (Sizes(1, 35, 40, 2, 1, 256, 256), "float32", "gaussian", {"is_causal": True}),
+    "odd_float16": (Sizes(1, 70, 90, 2, 1, 31, 31), "float16", "outliers", {}),
+    # Several blocks of keys, by each kernel for tensor cores.
+    "tensor_64": (Sizes(1, 200, 300, 2, 1, 64, 64), "bfloat16", "outliers", {}),
+    "tensor_96": (Sizes(1, 130, 270, 2, 2, 96, 96), "float16", "gaussian", {"is_causal": True, "softcap": 5.0}),
+    "tensor_128": (
+        Sizes(2, 150, 300, 4, 1, 128, 128),
+        "bfloat16",
+        "gaussian",
+        {"is_causal": True, "query_offset": "end"},
+    ),
+    "tensor_192_128": (Sizes(1, 150, 250, 2, 1, 192, 128), "float16", "huge_logits", {"left": 60, "right": 10}),
+    "tensor_256": (Sizes(2, 130, 170, 1, 1, 256, 256), "bfloat16", "runs", {"key_value_seq_lengths": "some"}),
 }
 
 if __name__ == "__main__":

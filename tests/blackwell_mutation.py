@@ -215,7 +215,7 @@ def no_fault(mutant: mutation.Mutant, name: str) -> str | None:
 
     # ---- Lanes and registers
     if fault == "drop: bar.warp":
-        if place == at("__syncwarp();", 2):
+        if place == at("__syncwarp();", 5):
             return "the lane that waits for the copies arrives too, behind its wait"
         return "the lanes of a warp execute together here: see docs/emulator.md on what it cannot prove"
     if fault == "next barrier: bar.sync" and place == at("__syncthreads();"):

@@ -67,6 +67,7 @@ class ForwardSuite:
       compiled_widths: that there are kernels for.
       targets: of the GPUs that it is for, the build that each one runs. The first is that of most tests.
       quick_builds: that the quick suite has.
+      truncates: see `oracle.expect`.
     """
 
     implementation = "emulated"
@@ -74,6 +75,7 @@ class ForwardSuite:
     compiled_widths: Sequence[Widths]
     targets: Mapping[Arch, str]
     quick_builds: Sequence[Build]
+    truncates = False
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "compiled" in metafunc.fixturenames:
@@ -134,7 +136,7 @@ class ForwardSuite:
         if poison is not None:
             arguments, dout, dlse = planted(poison, arguments, dout, dlse)
         ran = self.forward(arguments, **options)
-        expected = oracle.expect(arguments, np.zeros_like(dout), np.zeros_like(dlse))
+        expected = oracle.expect(arguments, np.zeros_like(dout), np.zeros_like(dlse), truncates=self.truncates)
         oracle.check({"out": ran.out, "lse": ran.lse}, {name: expected[name] for name in ("out", "lse")})
         return ran
 
@@ -507,6 +509,10 @@ class GradientSuite(AttentionSuite):
     dense = False
     forward: ForwardSuite
     arch: Arch
+
+    @property
+    def truncates(self) -> bool:  # type: ignore[override]
+        return self.forward.truncates
 
     def check(self, arguments: Mapping[str, Any], *, poison: float | None = None) -> None:
         with self.forward.launches(arch=self.arch) as launches:

@@ -51,8 +51,17 @@ class Expected(NamedTuple):
     dtype: np.dtype
 
 
-def expect(arguments: Arguments, dout: np.ndarray, dlse: np.ndarray) -> dict[str, Expected]:
-    """Values and tolerances of out, lse and the gradients that pull back `dout` and `dlse`."""
+def expect(arguments: Arguments, dout: np.ndarray, dlse: np.ndarray, *, truncates: bool = False) -> dict[str, Expected]:
+    """Values and tolerances of out, lse and the gradients that pull back `dout` and `dlse`.
+
+    Args:
+      arguments: of the call.
+      dout: the cotangent of out.
+      dlse: that of lse.
+      truncates: whether logits are products of a Hopper GPU's tensor cores, which truncate where others round to
+        nearest. Such errors are all of one sign and do not cancel, and `jax.nn`'s products have them there too: its
+        error of lse, measured on a CPU, is taken to be theirs at least.
+    """
     call = _Call.of(arguments, dout, dlse)
     values, spreads = _values_and_spreads(call)
     measured = {}
@@ -70,6 +79,10 @@ def expect(arguments: Arguments, dout: np.ndarray, dlse: np.ndarray) -> dict[str
             error = np.abs(np.asarray(measured[name], np.float64) - value) - _rounding(dtypes[name], value)
             worst[name] = (np.maximum(error, 0)[some] / spreads[name][some]).max()
             assert np.isfinite(worst[name]), f"jax.nn's own {name} is not finite here: choose other data."
+    if truncates and call.query.dtype.itemsize == 2 and (some := spreads["lse"] > 0).any():
+        value = values["lse"][some]
+        error = np.abs(_lse_of_truncated_products(call)[some] - value) - _rounding(dtypes["lse"], value)
+        worst["lse"] = max(worst["lse"], (np.maximum(error, 0) / spreads["lse"][some]).max())
     for name in worst.keys() & {"scale", "sinks"}:
         worst[name] = max(number for other, number in worst.items() if other not in ("out", "lse"))
     expected = {}
@@ -403,6 +416,31 @@ def _jax_nn_results(
 
     (out, lse), pull = jax.vjp(call, floats)
     return {"out": out, "lse": lse, **pull((dout, dlse.astype(lse.dtype)))[0]}
+
+
+def _lse_of_truncated_products(call: _Call) -> np.ndarray:
+    """In float64, but for products of queries and keys as a Hopper GPU computes them: see docs/emulator.md."""
+    heads = call.query.shape[2]
+    q, k = (np.moveaxis(x.astype(np.float64), 2, 1) for x in (call.query, call.key))
+    k = np.repeat(k, heads // k.shape[1], 1)
+
+    def truncate(x: np.ndarray, quantum: np.ndarray) -> np.ndarray:
+        return np.trunc(x / quantum) * quantum
+
+    total = np.zeros((*q.shape[:3], k.shape[2]))
+    for step in range(0, q.shape[3], 16):
+        terms = q[:, :, :, None, step : step + 16] * k[:, :, None, :, step : step + 16]
+        terms = np.concatenate([total[..., None], terms], -1)
+        largest = np.frexp(abs(terms).max(-1))[1]
+        total = truncate(terms, np.ldexp(1.0, largest - 26)[..., None]).sum(-1)
+        total = truncate(total, np.ldexp(1.0, np.frexp(total)[1] - 24))
+    logits = total * np.float64(call.scale)
+    if call.softcap is not None:
+        logits = call.softcap * np.tanh(logits / call.softcap)
+    logits = np.where(call.visible, logits, -np.inf)
+    top = np.maximum(logits.max(-1, initial=-np.inf), np.finfo(np.float64).min)
+    with np.errstate(divide="ignore"):
+        return np.moveaxis(top + np.log(np.exp(logits - top[..., None]).sum(-1)), 1, 2)
 
 
 def _is_differentiable(x: Any) -> bool:

@@ -157,12 +157,14 @@ class AttentionSuite:
       dtypes: those it supports; of others the suite expects a refusal.
       dtype: that of the tests that are about something else.
       dense: whether it supports `mask` and `bias`; if not, the suite expects a refusal.
+      truncates: see `oracle.expect`.
     """
 
     implementation: str
     dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32", "float64")
     dtype: str = "float32"
     dense: bool = True
+    truncates: bool = False
 
     def possible(self, choice: Mapping[str, Any]) -> Mapping[str, Any]:
         """A choice among `MASKS` without what is always refused, and would keep the rest of it from being tested."""
@@ -192,7 +194,7 @@ class AttentionSuite:
                     run(self.implementation, arguments, dout, dlse)
                 return
             got = run(self.implementation, arguments, dout, dlse)
-            oracle.check(got, oracle.expect(arguments, dout, dlse))
+            oracle.check(got, oracle.expect(arguments, dout, dlse, truncates=self.truncates))
 
     def check_masks(self, choice: Mapping[str, Any], sizes: Sizes = SIZES, **options: Any) -> None:
         rng = np.random.default_rng(1)

@@ -47,7 +47,12 @@ def test_every_gpu(arch: emulated.implementation.Arch) -> None:
     sizes, rng = SIZES._replace(value_width=16), np.random.default_rng(0)
     with emulated.options(arch=arch, seed=int(arch[3:])) as run:
         TestEmulated().check(operands(sizes, "bfloat16", rng) | masked(sizes, CHOICE, rng))
-        forward = {"sm_100": "sm100_forward.sm_100f", "sm_103": "sm100_forward.sm_103a"}.get(arch, "sm80_forward.sm_80")
+        fast = {
+            "sm_90": "sm90_forward.sm_90a",
+            "sm_100": "sm100_forward.sm_100f",
+            "sm_103": "sm100_forward.sm_103a",
+        }
+        forward = fast.get(arch, "sm80_forward.sm_80")
         assert [f"{launch.module}.{launch.target}" for launch in run.launches] == [forward] + 3 * [
             "sm80_backward.sm_80"
         ]

@@ -185,6 +185,7 @@ struct Kernels {
   std::vector<Launch> (*launches)(const Problem&);
 };
 constexpr Kernels kForwards[] = {{&sm100::WhyNot, &sm100::ForwardLaunches},
+                                 {&sm90::WhyNot, &sm90::ForwardLaunches},
                                  {&sm80::WhyNot, &sm80::ForwardLaunches}};
 constexpr Kernels kBackwards[] = {{&sm80::WhyNot, &sm80::BackwardLaunches}};
 

@@ -83,6 +83,12 @@ std::string WhyNot(const Problem& problem);
 std::vector<Launch> ForwardLaunches(const Problem& problem);
 }  // namespace sm100
 
+// The forward for Hopper (csrc/sm90).
+namespace sm90 {
+std::string WhyNot(const Problem& problem);
+std::vector<Launch> ForwardLaunches(const Problem& problem);
+}  // namespace sm90
+
 // The plain kernels (csrc/sm80), which run on every GPU since sm_80.
 namespace sm80 {
 std::string WhyNot(const Problem& problem);

@@ -9,6 +9,7 @@
 #include "csrc/common/forward_parameters.h"
 #include "csrc/host/problem.h"
 #include "csrc/sm100/config.h"
+#include "csrc/sm90/config.h"
 
 namespace jax_fa4 {
 namespace {
@@ -32,6 +33,9 @@ struct Family {
   std::string capabilities;  // in words
   bool (*serves)(int major, int minor);
   std::span<const Tiling> tilings;  // the first that fits is used
+  // Whether a CTA on each multiprocessor goes from one task to the next even where some take longer
+  // than others: the kernel deals them out evenly by itself.
+  bool deals_tasks;
 
   // Null if none fits.
   const Tiling* For(const Problem& problem) const {
@@ -192,12 +196,17 @@ std::vector<Launch> Launches(const Family& family, const Problem& problem) {
   parameters.packed_heads = tasks.packed_heads;
   parameters.row_tasks = static_cast<int32_t>(tasks.rows);
   parameters.head_tasks = static_cast<int32_t>(tasks.heads);
-  // Where all tasks take the same time, a CTA on each multiprocessor goes from one to the next.
-  // Else each task is a CTA, and the longest come first: with a causal mask those of the last rows.
-  parameters.section = is_full ? 1 : static_cast<int32_t>(Section(problem, tasks.heads));
-  parameters.last_first = !is_full;
   const int64_t count = tasks.rows * tasks.heads;
-  const int64_t ctas = is_full ? std::min<int64_t>(count, problem.device.sm_count) : count;
+  int64_t ctas = count;
+  if (is_full || family.deals_tasks) {
+    // Where all tasks take the same time, a CTA on each multiprocessor goes from one to the next.
+    ctas = std::min<int64_t>(count, problem.device.sm_count);
+    parameters.section = 1;
+  } else {
+    // Each task is a CTA, and the longest come first: with a causal mask those of the last rows.
+    parameters.section = static_cast<int32_t>(Section(problem, tasks.heads));
+    parameters.last_first = 1;
+  }
 
   std::string kernel = "forward_" + std::string(problem.dtype) + "_" + std::to_string(tiling.width);
   if (tiling.value_width != tiling.width) kernel += "_" + std::to_string(tiling.value_width);
@@ -244,7 +253,8 @@ const Family kFamily = {
     "sm100_forward",
     "10.0 or 10.3",
     [](int major, int minor) { return major == 10 && (minor == 0 || minor == 3); },
-    kTilings};
+    kTilings,
+    false};
 
 }  // namespace
 
@@ -252,4 +262,38 @@ std::string WhyNot(const Problem& problem) { return jax_fa4::WhyNot(kFamily, pro
 std::vector<Launch> ForwardLaunches(const Problem& problem) { return Launches(kFamily, problem); }
 
 }  // namespace sm100
+
+namespace sm90 {
+namespace {
+
+constexpr Tiling TilingOf(const Shape& shape) {
+  return {shape.width,
+          shape.value_width,
+          kGroupRows,
+          TileRows(shape),
+          shape.keys,
+          Threads(shape),
+          SharedBytes(shape)};
+}
+constexpr Tiling kTilings[] = {TilingOf(kShapes[0]),
+                               TilingOf(kShapes[1]),
+                               TilingOf(kShapes[2]),
+                               TilingOf(kShapes[3]),
+                               TilingOf(kShapes[4])};
+static_assert(std::size(kTilings) == std::size(kShapes));
+
+// The kernels are for one architecture, sm_90a.
+const Family kFamily = {"Hopper",
+                        "sm90_forward",
+                        "9.0",
+                        [](int major, int minor) { return major == 9 && minor == 0; },
+                        kTilings,
+                        true};
+
+}  // namespace
+
+std::string WhyNot(const Problem& problem) { return jax_fa4::WhyNot(kFamily, problem); }
+std::vector<Launch> ForwardLaunches(const Problem& problem) { return Launches(kFamily, problem); }
+
+}  // namespace sm90
 }  // namespace jax_fa4

@@ -95,6 +95,7 @@ struct Forward {
                                            uint32_t batch) const {
     KvControl& stage = control.ring[place.stage];
     stage.kv_load_empty.Wait(place.parity ^ 1);
+    __syncwarp();  // else a lane may be left behind and miss a phase
     if (leads) {
       LoadTile<kWidth>(memory.KeyValue(place.stage),
                        map,
@@ -114,6 +115,7 @@ struct Forward {
       const KeyBlocks blocks = task.Blocks(p);
       const auto load_query = [&](uint32_t stage) {
         control.tiles[stage].q_load_empty.Wait(phases.OfTask() ^ 1);
+        __syncwarp();
         if (leads) {
           LoadTile<kWidths.query_key>(memory.Query(stage),
                                       p.query,
@@ -178,6 +180,8 @@ struct Forward {
       const KeyBlocks blocks = task.Blocks(p);
       const bool negate = ScaleOf(p, task.batch) < 0;
       const auto query_key = [&](int32_t stage, int32_t key, uint32_t block) {
+        // Products lead to the next phases of what all lanes have waited for until here.
+        __syncwarp();
         if (leads) {
           products.QueryKey(stage, key, negate);
           ptx::tcgen05_commit(control.tiles[stage].s_ready.Get());

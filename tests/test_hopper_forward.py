@@ -1,0 +1,77 @@
+"""The Hopper forward: emulated, in strict mode, on every path that it has; and on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from cases import Sizes
+from forward_suite import SIZES, ForwardSuite, GradientSuite
+from suite import label
+
+
+class TestHopperForward(ForwardSuite):
+    module = "sm90_forward"
+    compiled_widths = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+    targets = {"sm_90": "sm_90a"}  # noqa: RUF012
+    truncates = True
+    quick_builds = (
+        ((64, 64), "bfloat16", "sm_90"),
+        ((96, 96), "float16", "sm_90"),
+        ((128, 128), "bfloat16", "sm_90"),
+        ((192, 128), "float16", "sm_90"),
+        ((256, 256), "bfloat16", "sm_90"),
+    )
+
+
+@pytest.mark.gpu
+class TestForwardOnGpu(TestHopperForward):
+    """On a GPU of another architecture it is that one's kernels that are tested."""
+
+    implementation = "cuda"
+
+
+@pytest.mark.slow
+class TestSuiteInBfloat16(GradientSuite):
+    implementation = "emulated"
+    dtype = "bfloat16"
+    forward = TestHopperForward()
+    arch = "sm_90"
+
+
+@pytest.mark.slow
+class TestSuiteInFloat16(TestSuiteInBfloat16):
+    dtype = "float16"
+
+
+@pytest.mark.gpu
+class TestSuiteInBfloat16OnGpu(TestSuiteInBfloat16):
+    implementation = "cuda"
+
+
+@pytest.mark.gpu
+class TestSuiteInFloat16OnGpu(TestSuiteInFloat16):
+    implementation = "cuda"
+
+
+@pytest.mark.parametrize("choice", [{}, {"is_causal": True}], ids=label)
+def test_ctas(choice: Mapping[str, Any]) -> None:
+    """Each multiprocessor has one, which goes from task to task."""
+    for sm_count, tasks in ((1, 1), (3, 3), (100, 2 * 2)):  # two of each batch element
+        ran = TestHopperForward().check_masks(choice, SIZES, sm_count=sm_count)
+        assert ran.launch.grid[0] == tasks
+
+
+def loads(launch: Any) -> int:
+    return sum(event.kind == "operation" and event.warp == 12 for event in launch.trace.events)
+
+
+def test_blocks_that_no_row_sees_are_not_loaded() -> None:
+    sizes = Sizes(1, 128, 128, 1, 1, 64, 64)
+    check = TestHopperForward().check_masks
+    near = check({"is_causal": True}, sizes, trace=True)
+    far = check({"is_causal": True}, sizes._replace(keys=1000), trace=True)
+    full = check({}, sizes._replace(keys=1000), trace=True)
+    assert loads(near.launch) == loads(far.launch)
+    assert loads(full.launch) - loads(near.launch) == 2 * 7
