@@ -21,9 +21,10 @@ struct TileBarriers {
 template <class Variant>
 struct Control {
   static constexpr int32_t kConsumers = Variant::kConsumers, kStages = Variant::kStages;
-  // A note is written when the load of Q of the task before has begun. At that time the consumers
-  // may not yet have stored the results of two tasks before that one.
-  static constexpr int32_t kNotes = 8;
+  // A note is written once the load of a value tile of the task before has begun. By then who was
+  // the last to use that tile's place has done so, kStages blocks earlier and at most as many
+  // tasks: who reads the note of the task before those is done with it.
+  static constexpr int32_t kNotes = kStages + 2;
 
   TileBarriers query[Variant::kQueryStages][kConsumers];  // with the note of the task
   TileBarriers key[kStages], value[kStages];

@@ -115,6 +115,7 @@ struct Forward {
       for (uint32_t consumer = 0; consumer < Variant::kConsumers; ++consumer) {
         TileBarriers& barriers = control.query[stage][consumer];
         barriers.empty.Wait(count / Variant::kQueryStages % 2 ^ 1);
+        __syncwarp();  // else a lane may be left behind and miss a phase
         if (!leads) continue;
         if (note.blocks.end == 0) {
           barriers.full.Arrive();
@@ -145,6 +146,7 @@ struct Forward {
       const auto load_key = [&](uint32_t block) {
         TileBarriers& barriers = control.key[key_place.stage];
         barriers.empty.Wait(key_place.parity ^ 1);
+        __syncwarp();
         if (leads) {
           LoadTile<kKeys, kShape.width>(memory.Key(key_place.stage),
                                         p.key,
@@ -161,6 +163,7 @@ struct Forward {
         const uint32_t first = block * kKeys, keys = p.keys, end = min(first + kKeys, keys);
         const bool clears = kKind != Kind::kFull && (hull.begin > first || hull.end < end);
         barriers.empty.Wait(value_place.parity ^ 1);
+        __syncwarp();
         if (leads) {
           LoadTile<kKeys, kShape.value_width>(tile,
                                               p.value,
