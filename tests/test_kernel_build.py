@@ -510,7 +510,19 @@ def test_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         build_kernels._wheel_file("nvidia-cuda-nothing", "nothing")
 
 
-@pytest.mark.parametrize(("kernel", "target"), PAIRS, ids=[f"{kernel.name}.{target}" for kernel, target in PAIRS])
+@pytest.mark.parametrize(
+    ("kernel", "target"),
+    [
+        # The largest take long to compile.
+        pytest.param(
+            kernel,
+            target,
+            marks=[pytest.mark.slow] if target in ("sm_90a", "sm_103a") and kernel.name != "sm90_copy" else [],
+            id=f"{kernel.name}.{target}",
+        )
+        for kernel, target in PAIRS
+    ],
+)
 def test_installed_kernels_are_those_of_the_source(tmp_path: Path, kernel: Any, target: str) -> None:
     """`pip install .`, or csrc/build_kernels.py, brings them up to date: every folder and process gives the same."""
     root = tmp_path / "another/deeper"
