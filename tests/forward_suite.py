@@ -125,7 +125,10 @@ class ForwardSuite:
         launch = None
         if self.implementation == "emulated":
             (launch,) = launches
-            assert (launch.module, launch.kernel) == (self.module, self.entry(arguments))
+            # Arrays may let every row see every key, which only the kernel finds out.
+            name, _, kind = str(self.entry(arguments)).rpartition("_")
+            assert launch.module == self.module
+            assert launch.kernel in (f"{name}_{kind}", f"{name}_bounds")
         return Launched(np.asarray(out), np.asarray(lse), launch)
 
     def check(self, arguments: Mapping[str, Any], *, poison: float | None = None, **options: Any) -> Launched:
