@@ -36,8 +36,8 @@ attributes never change; others would get another name.
 
 _DTYPES = ("float16", "bfloat16", "float32")
 _MOST_WIDTH = 256
-# D and Dv by which every kernel is reached: those that kernels are compiled for, and two that the copy engine does not
-# take.
+# D and Dv by which every kernel is reached: those that kernels are compiled for, and three that the copy engine does
+# not take.
 _WIDTHS = ((64, 64), (128, 128), (256, 256), (96, 96), (192, 128), (60, 60), (124, 124), (252, 252))
 _OLDEST = (8, 0)
 KERNELS = ("sm80_forward", "sm80_backward")

@@ -67,6 +67,7 @@ class ForwardSuite:
       compiled_widths: that there are kernels for.
       targets: of the GPUs that it is for, the build that each one runs. The first is that of most tests.
       quick_builds: that the quick suite has.
+      load_warp: the warp of a CTA that loads, in the kernels of width 64.
       truncates: see `oracle.expect`.
     """
 
@@ -75,6 +76,7 @@ class ForwardSuite:
     compiled_widths: Sequence[Widths]
     targets: Mapping[Arch, str]
     quick_builds: Sequence[Build]
+    load_warp: int
     truncates = False
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
@@ -468,6 +470,20 @@ class ForwardSuite:
         weights = seen / np.arange(3, 9)[:, None]
         np.testing.assert_array_equal(ran.out[0, :, 0], weights.astype(jnp.bfloat16))
         np.testing.assert_allclose(ran.lse[0, :, 0], np.log(np.arange(3, 9)), rtol=2**-22)
+
+    def test_blocks_that_no_row_sees_are_not_loaded(self) -> None:
+        sizes = Sizes(1, 128, 128, 1, 1, 64, 64)
+        near = self.check_masks({"is_causal": True}, sizes, trace=True)
+        far = self.check_masks({"is_causal": True}, sizes._replace(keys=1000), trace=True)
+        full = self.check_masks({}, sizes._replace(keys=1000), trace=True)
+        if self.implementation != "emulated":
+            pytest.skip("the results are right; what was loaded, only the emulator tells")
+        near_loads, far_loads, full_loads = (
+            sum(event.kind == "operation" and event.warp == self.load_warp for event in ran.launch.trace.events)
+            for ran in (near, far, full)
+        )
+        assert near_loads == far_loads
+        assert full_loads - near_loads == 2 * 7
 
     @pytest.mark.parametrize("kind", ["full", "bounds"])
     @pytest.mark.parametrize(
