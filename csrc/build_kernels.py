@@ -7,6 +7,7 @@
 
 Each (kernel, target) gives `<kernel>.<target>.cubin` for the GPUs of that target. `<kernel>.<target>.ptx`, which the
 driver compiles for later GPUs and which the emulator runs, comes from the same compilation (see `Kernel.ptx_targets`).
+What only the emulator runs is packed, as `<kernel>.<target>.ptx.xz`: dtypes and GPUs repeat each other in it.
 CMakeLists.txt calls this script for the wheel. It needs Linux and the pinned wheels below in the Python that runs it,
 but no CUDA toolkit and no GPU. The files are the same bytes wherever and whenever they are built.
 """
@@ -20,6 +21,7 @@ import ctypes
 import dataclasses
 import functools
 import importlib.metadata
+import lzma
 import os
 import re
 import struct
@@ -64,8 +66,8 @@ class Kernel:
 
     def files(self, target: str) -> tuple[str, ...]:
         """The names of the files that are built for a target."""
-        kinds = ("cubin", "ptx") if target in self.ptx_targets else ("cubin",)
-        return tuple(f"{self.name}.{target}.{kind}" for kind in kinds)
+        ptx = ("ptx" if target[-1].isdigit() else "ptx.xz",) if target in self.ptx_targets else ()
+        return tuple(f"{self.name}.{target}.{kind}" for kind in ("cubin", *ptx))
 
 
 _SINCE_AMPERE = ("sm_80", "sm_90", "sm_100", "sm_120")
@@ -430,9 +432,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             cubin, ptx, entries = build(kernel, target)
             stem = f"{kernel.name}.{target}"
             # One of an earlier build must not stay.
-            (folder / f"{stem}.ptx").unlink(missing_ok=True)
+            for earlier in ("ptx", "ptx.xz"):
+                (folder / f"{stem}.{earlier}").unlink(missing_ok=True)
             for name, contents in zip(kernel.files(target), (cubin, ptx), strict=False):
-                (folder / name).write_bytes(contents)
+                (folder / name).write_bytes(lzma.compress(contents) if name.endswith(".xz") else contents)
             if options.depfiles:
                 (folder / f"{stem}.d").write_text(depfile(folder / f"{stem}.cubin", kernel))
             print(table(kernel, target, entries))

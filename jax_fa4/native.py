@@ -5,6 +5,7 @@ cannot. Whoever lowers an FFI call to one of its targets calls `register` first.
 """
 
 import functools
+import lzma
 import threading
 from pathlib import Path
 from types import ModuleType
@@ -29,11 +30,11 @@ def extension() -> ModuleType:
 
 @functools.cache
 def emulator() -> ModuleType:
-    """The extension module, ready to emulate: with the tables of the hardware's approximate functions loaded.
+    """The extension module, ready to emulate: with the tables of the hardware's approximate functions, and the PTX.
 
     Raises:
         ImportError: as `register`.
-        RuntimeError: this CPU cannot run the emulator, or the tables are missing or damaged.
+        RuntimeError: this CPU cannot run the emulator, or its files are missing or damaged.
     """
     module = extension()
     if not module.emulator_runs_here():
@@ -43,7 +44,25 @@ def emulator() -> ModuleType:
         module.emulator_load_tables((tables / "ex2.gz").read_bytes(), (tables / "rcp.gz").read_bytes())
     except (OSError, ValueError) as error:
         raise RuntimeError(f"The emulator's tables in {tables} cannot be used: {error}") from error
+    for file in kernel_directory().glob("*.ptx.xz"):
+        try:
+            module.set_unpacked(str(file), lzma.decompress(file.read_bytes()))
+        except (OSError, lzma.LZMAError) as error:
+            raise RuntimeError(f"The kernel file {file} cannot be used: {error}") from error
     return module
+
+
+def kernel_directory() -> Path:
+    """Where the files of the package's kernels are."""
+    import jax_fa4._native as module
+
+    return Path(module.__file__).parent / "kernels"
+
+
+def ptx(name: str) -> str:
+    """The PTX of one of the package's kernel files, such as "sm90_forward.sm_90a"."""
+    file = kernel_directory() / f"{name}.ptx"
+    return file.read_text() if file.exists() else lzma.decompress(Path(f"{file}.xz").read_bytes()).decode()
 
 
 @functools.cache
@@ -79,7 +98,7 @@ def register() -> None:
                 "install the package with `pip install .` or `pip install -e .`, and if that is done, "
                 "start Python in a directory other than the source tree."
             ) from error
-        extension.set_kernel_directory(str(Path(extension.__file__).parent / "kernels"))
+        extension.set_kernel_directory(str(kernel_directory()))
         for platform, targets in extension.registrations().items():
             for name, handler in targets.items():
                 _register(name, handler, platform)

@@ -23,13 +23,11 @@ import ml_dtypes
 import numpy as np
 from cases import Sizes
 
-import jax_fa4
 from jax_fa4 import native
 from jax_fa4.emulated import Kernel, Pointer, Run, TensorMap, mutation
 
 BF16 = ml_dtypes.bfloat16
 SOURCE = Path(__file__).parent.parent / "csrc/sm100/forward.cu"
-PTX = Path(jax_fa4.__file__).parent / "kernels/sm100_forward.sm_100f.ptx"
 OPERANDS = ("query", "key", "value", "scale", "lower", "upper", "out", "lse", "lse_rounding")
 
 
@@ -227,7 +225,7 @@ def no_fault(mutant: mutation.Mutant, name: str) -> str | None:
 
 @functools.cache
 def ptx(name: str) -> str:
-    return mutation.alone(PTX.read_text(), f"forward_bfloat16_{name}")
+    return mutation.alone(native.ptx("sm100_forward.sm_100f"), f"forward_bfloat16_{name}")
 
 
 def case(name: str) -> mutation.Case:

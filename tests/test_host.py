@@ -3,6 +3,7 @@
 import ast
 import ctypes
 import ctypes.util
+import lzma
 import math
 import os
 import re
@@ -804,10 +805,15 @@ def test_files_that_are_not_whole_are_named(kernels):
             file.unlink()
     (directory / "a.sm_80.ptx").mkdir()
     (directory / "b.sm_80.cubin").write_bytes(b"no machine code" * 10)
+    whole = lzma.compress(b"a module")
+    for i, packed in enumerate((whole, whole[:-1], whole[1:])):
+        (directory / f"c.sm_9{i}a.ptx.xz").write_bytes(packed)
     reread()
     assert [x.split("/")[-1] for x in extension.kernel_faults()] == [
         "a.sm_80.ptx cannot be read, or is empty.",
         "b.sm_80.cubin is not a whole cubin.",
+        "c.sm_91a.ptx.xz is not a whole xz file.",
+        "c.sm_92a.ptx.xz is not a whole xz file.",
     ]
 
 

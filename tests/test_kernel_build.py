@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import lzma
 import re
 import shutil
 import struct
@@ -478,7 +479,7 @@ def test_command_line(tmp_path: Path) -> None:
         built.stdout,
     )
     assert sorted(x.name for x in (tmp_path / "out").iterdir()) == [
-        f"sm90_copy.sm_90a.{kind}" for kind in ("cubin", "d", "ptx")
+        f"sm90_copy.sm_90a.{kind}" for kind in ("cubin", "d", "ptx.xz")
     ]
     assert "there is no kernel sm90_cop, only " in run("sm90_cop").stderr
     assert "are not built for sm_80, only for sm_100f, sm_120, sm_90a" in run("sm90_copy", "--target", "sm_80").stderr
@@ -538,8 +539,9 @@ def test_installed_kernels_are_those_of_the_source(tmp_path: Path, kernel: Any, 
         installed = INSTALLED / file.name
         assert installed.read_bytes() == file.read_bytes(), f"{installed} is of another source"
         assert str(tmp_path).encode() not in file.read_bytes()
-        if file.suffix == ".ptx":
-            names = re.findall(rb'\.file\s+\d+ "(.*)"', file.read_bytes())
+        if file.suffix != ".cubin":
+            ptx = lzma.decompress(file.read_bytes()) if file.suffix == ".xz" else file.read_bytes()
+            names = re.findall(rb'\.file\s+\d+ "(.*)"', ptx)
             assert kernel.source.encode() in names
             assert all(name.startswith(b"csrc/") for name in names)
 

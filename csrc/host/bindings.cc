@@ -107,6 +107,14 @@ void AddHostBindings(nb::module_& m) {
         &SetKernelDirectory,
         nb::arg("path"),
         "Says where the kernel files are.");
+  m.def(
+      "set_unpacked",
+      [](std::string path, nb::bytes contents) {
+        SetUnpacked(std::move(path), std::string(contents.c_str(), contents.size()));
+      },
+      nb::arg("path"),
+      nb::arg("contents"),
+      "Brings what is in a kernel file that is packed, which only the emulator reads.");
   m.def("kernel_builds", &KernelBuilds, "Returns [(module, target)] of all kernels in there.");
   m.def(
       "kernel_file",

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <mutex>
 #include <optional>
 #include <set>
@@ -53,12 +54,15 @@ struct Directory {
 // Never destroyed: calls may still run on other threads when the process ends.
 std::mutex directory_mutex;
 Directory& directory = *new Directory;
+std::map<std::string, std::string>& unpacked = *new std::map<std::string, std::string>;
 
 std::vector<KernelFile> Files(std::string* path = nullptr) {
   const std::lock_guard lock(directory_mutex);
   if (path != nullptr) *path = directory.path;
   return directory.files;
 }
+
+constexpr std::string_view kPacked = ".xz";
 
 // Whether an ELF file of 64 bits has all that its header tells of. The tables of segments and
 // sections are the last things in it.
@@ -72,6 +76,14 @@ bool IsWhole(const std::string& cubin) {
   return std::memcmp(header.e_ident, ELFMAG, SELFMAG) == 0 &&
          holds(header.e_phoff, uint64_t{header.e_phnum} * header.e_phentsize) &&
          holds(header.e_shoff, uint64_t{header.e_shnum} * header.e_shentsize);
+}
+
+// Whether a file in the format of xz has its beginning and its end.
+bool IsWholePack(const std::string& file) {
+  return file.starts_with(std::string_view("\xFD"
+                                           "7zXZ\0",
+                                           6)) &&
+         file.ends_with("YZ");
 }
 
 // By the rules in the header: 1 to 3 among cubins, or with `only_ptx` among PTX files, then 4.
@@ -114,15 +126,31 @@ KernelFile Choose(const std::string& module, int major, int minor, bool only_ptx
                            ", none of which a GPU of " + gpu + " can run.");
 }
 
+[[noreturn]] void Fail(const KernelFile& file, const std::string& what) {
+  throw std::runtime_error("the kernel file " + file.path + " " + what + ".");
+}
+
+std::string ReadAsItIs(const KernelFile& file) {
+  std::ostringstream stream_of_contents;
+  std::ifstream stream(file.path, std::ios::binary);
+  if (!stream || !(stream_of_contents << stream.rdbuf())) Fail(file, "cannot be read, or is empty");
+  std::string contents = std::move(stream_of_contents).str();
+  if (!file.is_ptx && !IsWhole(contents)) Fail(file, "is not a whole cubin");
+  if (file.path.ends_with(kPacked) && !IsWholePack(contents)) Fail(file, "is not a whole xz file");
+  return contents;
+}
+
 }  // namespace
 
 void SetKernelDirectory(std::string path) {
   Directory found;
   std::error_code error;
   for (const auto& entry : std::filesystem::directory_iterator(path, error)) {
-    const std::filesystem::path& name = entry.path().filename();
+    std::filesystem::path name = entry.path().filename();
+    const bool is_packed = name.extension() == kPacked;
+    if (is_packed) name = name.stem();
     const std::string extension = name.extension().string();
-    if (extension != ".cubin" && extension != ".ptx") continue;
+    if (extension != ".ptx" && (is_packed || extension != ".cubin")) continue;
     const std::string target = name.stem().extension().string();  // with the dot before it
     if (target.empty() || !ParseTarget(std::string_view(target).substr(1))) continue;
     found.files.push_back({entry.path().string(),
@@ -152,22 +180,24 @@ KernelFile FileForEmulator(const std::string& module, int major, int minor) {
   return Choose(module, major, minor, true);
 }
 
+void SetUnpacked(std::string path, std::string contents) {
+  const std::lock_guard lock(directory_mutex);
+  unpacked[std::move(path)] = std::move(contents);
+}
+
 std::string Read(const KernelFile& file) {
-  const auto fail = [&](const std::string& what) {
-    throw std::runtime_error("the kernel file " + file.path + " " + what + ".");
-  };
-  std::ostringstream contents;
-  std::ifstream stream(file.path, std::ios::binary);
-  if (!stream || !(contents << stream.rdbuf())) fail("cannot be read, or is empty");
-  if (!file.is_ptx && !IsWhole(contents.str())) fail("is not a whole cubin");
-  return std::move(contents).str();
+  if (!file.path.ends_with(kPacked)) return ReadAsItIs(file);
+  const std::lock_guard lock(directory_mutex);
+  const auto found = unpacked.find(file.path);
+  if (found == unpacked.end()) Fail(file, "has not been unpacked");
+  return found->second;
 }
 
 std::vector<std::string> KernelFaults() {
   std::vector<std::string> faults;
   for (const KernelFile& file : Files()) {
     try {
-      Read(file);
+      ReadAsItIs(file);
     } catch (const std::runtime_error& error) {
       faults.push_back(error.what());
     }

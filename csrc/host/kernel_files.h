@@ -1,6 +1,6 @@
 // The kernels that were built: in one directory files NAME.TARGET.cubin and, of some targets only,
 // NAME.TARGET.ptx from the same compilation, where TARGET is what NVRTC compiled for ("sm_80",
-// "sm_90a", "sm_100f").
+// "sm_90a", "sm_100f"). PTX may be packed, NAME.TARGET.ptx.xz: then somebody else has to unpack it.
 
 #ifndef JAX_FA4_CSRC_HOST_KERNEL_FILES_H_
 #define JAX_FA4_CSRC_HOST_KERNEL_FILES_H_
@@ -37,6 +37,9 @@ KernelFile FileForGpu(const std::string& module, int major, int minor);
 
 // The same choice among PTX files only, which the emulator runs.
 KernelFile FileForEmulator(const std::string& module, int major, int minor);
+
+// Brings the contents of a packed file, for Read.
+void SetUnpacked(std::string path, std::string contents);
 
 // Its contents. Throws std::runtime_error, with a sentence, if the file cannot be read or is only
 // the beginning of a cubin: the driver is told where a cubin is and not how long, and would read on
