@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-import blackwell_mutation
+import forward_mutation
 import numpy as np
 import pytest
 from cases import Sizes, operands
@@ -101,8 +101,8 @@ def test_columns_of_tensor_memory(widths: tuple[int, int], kind: str) -> None:
 
 
 def test_faults_are_noticed() -> None:
-    """One of each kind; all of them are a command's: see blackwell_mutation.py."""
-    case = blackwell_mutation.case("128_bounds")
+    """One of each kind; all of them are a command's: see forward_mutation.py."""
+    case = forward_mutation.case("blackwell_128_bounds")
     first: dict[tuple[str, str], mutation.Mutant] = {}
     for mutant in mutation.mutants(case.ptx, case.file):
         if mutant.name not in case.reasons:

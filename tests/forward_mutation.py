@@ -1,6 +1,6 @@
-"""Faults planted in the Blackwell forward, one at a time: in the PTX that the package holds, launched as its plan says.
+"""Faults planted in the forwards for tensor cores, one at a time: in the package's PTX, launched as its plan says.
 
-    python tests/blackwell_mutation.py [NAME...] [--seeds 3] [--workers N] [--only REGEX]
+    python tests/forward_mutation.py [NAME...] [--seeds 3] [--workers N] [--only REGEX]
 
 The cases' names are those of `CASES`, all by default. Exits with 1 unless every fault is noticed with every seed or has
 a reason that holds; docs/emulator.md describes the faults and the reasons.
@@ -27,8 +27,21 @@ from jax_fa4 import native
 from jax_fa4.emulated import Kernel, Pointer, Run, TensorMap, mutation
 
 BF16 = ml_dtypes.bfloat16
-SOURCE = Path(__file__).parent.parent / "csrc/sm100/forward.cu"
+ROOT = Path(__file__).parent.parent
 OPERANDS = ("query", "key", "value", "scale", "lower", "upper", "out", "lse", "lse_rounding")
+
+
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """The kernels for a GPU: where their source is, the name of their PTX, and the GPU's compute capability."""
+
+    source: str
+    ptx: str
+    capability: tuple[int, int]
+
+
+BLACKWELL = Forward("csrc/sm100/forward.cu", "sm100_forward.sm_100f", (10, 0))
+HOPPER = Forward("csrc/sm90/forward.cu", "sm90_forward.sm_90a", (9, 0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +63,11 @@ class Problem:
     lse_error: float
 
     @classmethod
-    def draw(cls, sizes: Sizes, band: tuple[int, int] | None, out_dtype: Any) -> Problem:
+    def draw(cls, forward: Forward, sizes: Sizes, band: tuple[int, int] | None, out_dtype: Any) -> Problem:
         """Draws a problem of one batch element.
 
         Args:
+          forward: that is to solve it.
           sizes: of the call.
           band: row i sees keys [i + band[0], i + band[1]), and what no row sees is NaN; None: all.
           out_dtype: of out.
@@ -91,7 +105,7 @@ class Problem:
             **dict.fromkeys(("lse", "lse_rounding"), np.zeros((1, rows, heads), np.float32)),
         }
         (launch,) = native.extension().forward_plan(
-            (10, 0), 1, 126 << 20, [(x.dtype.name, list(x.shape)) for x in arrays.values()], low, high, 0
+            forward.capability, 1, 126 << 20, [(x.dtype.name, list(x.shape)) for x in arrays.values()], low, high, 0
         )
         return cls(
             arrays,
@@ -141,31 +155,46 @@ class Problem:
 
 MOST_INSTRUCTIONS = 1 << 20
 
-# Widths, and whether rows see bands.
+# Whose kernel, of which widths, and whether rows see bands.
 CASES = {
-    "128_full": ((128, 128), False),
-    "128_bounds": ((128, 128), True),
-    "192_128_full": ((192, 128), False),
-    "192_128_bounds": ((192, 128), True),
+    f"{name}_{'_'.join(map(str, dict.fromkeys(widths)))}_{'bounds' if has_bounds else 'full'}": (
+        forward,
+        widths,
+        has_bounds,
+    )
+    for name, forward, compiled in (
+        ("blackwell", BLACKWELL, ((128, 128), (192, 128))),
+        ("hopper", HOPPER, ((64, 64), (128, 128), (192, 128))),
+    )
+    for widths in compiled
+    for has_bounds in (False, True)
 }
 
 
 @functools.cache
-def at(text: str, which: int = 0) -> str:
+def place_of(forward: Forward, text: str, which: int = 0) -> str:
     """The place of the line of the kernel that holds the text: of several, which of them."""
-    lines = SOURCE.read_text().split("\n")
-    return f"{SOURCE.name}:{[number for number, line in enumerate(lines, 1) if text in line][which]}"
+    source = ROOT / forward.source
+    lines = source.read_text().split("\n")
+    return f"{source.name}:{[number for number, line in enumerate(lines, 1) if text in line][which]}"
 
 
 def reasons(name: str) -> dict[str, str]:
     """Why faults are not noticed."""
-    mutants = mutation.mutants(ptx(name), SOURCE.name)
-    return {mutant.name: f"equivalent: {why}" for mutant in mutants if (why := no_fault(mutant, name))}
+    forward, (width, _), has_bounds = CASES[name]
+    no_fault = _no_fault_on_blackwell if forward is BLACKWELL else _no_fault_on_hopper
+    mutants = mutation.mutants(ptx(name), Path(forward.source).name)
+    return {mutant.name: f"equivalent: {why}" for mutant in mutants if (why := no_fault(mutant, width, has_bounds))}
 
 
-def no_fault(mutant: mutation.Mutant, name: str) -> str | None:
+def _no_fault_on_hopper(mutant: mutation.Mutant, width: int, has_bounds: bool) -> str | None:
     """Why a mutant is no fault, if it is none."""
-    (width, _), has_bounds = CASES[name]
+    return None
+
+
+def _no_fault_on_blackwell(mutant: mutation.Mutant, width: int, has_bounds: bool) -> str | None:
+    """Why a mutant is no fault, if it is none."""
+    at = functools.partial(place_of, BLACKWELL)
     calls, place, fault = mutant.chain.split(", called at "), mutant.place, f"{mutant.kind}: {mutant.opcode}"
 
     # ---- Products
@@ -225,18 +254,18 @@ def no_fault(mutant: mutation.Mutant, name: str) -> str | None:
 
 @functools.cache
 def ptx(name: str) -> str:
-    return mutation.alone(native.ptx("sm100_forward.sm_100f"), f"forward_bfloat16_{name}")
+    return mutation.alone(native.ptx(CASES[name][0].ptx), f"forward_bfloat16_{name.partition('_')[2]}")
 
 
 def case(name: str) -> mutation.Case:
-    widths, has_bounds = CASES[name]
+    forward, widths, has_bounds = CASES[name]
     problems = [
-        # Two heads of 64 rows are a tile: four tasks for the CTA, of which two have a tile that the rows end in. Each
-        # goes through three key blocks or four.
-        Problem.draw(Sizes(1, 200, 460, 4, 2, *widths), (10, 250) if has_bounds else None, BF16),
-        # 32 heads of 4 rows are a tile: two tasks, each of one key block, in which bands begin and end. Out is float32,
-        # which takes another way out.
-        Problem.draw(Sizes(1, 8, 127, 64, 2, *widths), (5, 118) if has_bounds else None, np.float32),
+        # Two packs of two heads: two tasks of each or more for the CTA, of which the rows end in one. Each goes through
+        # three key blocks or more.
+        Problem.draw(forward, Sizes(1, 200, 460, 4, 2, *widths), (10, 250) if has_bounds else None, BF16),
+        # Two packs of 32 heads: tasks of one key block, or two, in which bands begin and end. Out is float32, which
+        # takes another way out.
+        Problem.draw(forward, Sizes(1, 8, 127, 64, 2, *widths), (5, 118) if has_bounds else None, np.float32),
     ]
 
     def try_out(kernel: Kernel, seed: int) -> str | None:
@@ -244,7 +273,7 @@ def case(name: str) -> mutation.Case:
         runs = itertools.product(problems, range(12 * seed, 12 * seed + 12))
         return next((fault for problem, one in runs if (fault := problem.run(kernel, one)[1])), None)
 
-    return mutation.Case(ptx(name), try_out, reasons(name), SOURCE.name)
+    return mutation.Case(ptx(name), try_out, reasons(name), Path(forward.source).name)
 
 
 def main() -> int:
