@@ -149,6 +149,10 @@ def _run(static: tuple[tuple[str, Any], ...], arrays: dict[str, Any], dout: Any,
     return {"out": out, "lse": lse, **pull((dout, dlse))[0]}
 
 
+GPU_TRUNCATES = getattr(jax.devices()[0], "compute_capability", "") == "9.0"
+"""`truncates` of `oracle.expect`, for the GPU at hand."""
+
+
 class AttentionSuite:
     """All tests of one implementation.
 

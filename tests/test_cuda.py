@@ -16,7 +16,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from suite import AttentionSuite
+from suite import GPU_TRUNCATES, AttentionSuite
 
 from jax_fa4 import CUSTOM_CALLS, attention, cuda, native, why_not
 from jax_fa4.attention import passes
@@ -27,7 +27,7 @@ class TestCuda(AttentionSuite):
     implementation = "cuda"
     dtypes = ("float16", "bfloat16", "float32")
     dense = False
-    truncates = getattr(jax.devices()[0], "compute_capability", "") == "9.0"
+    truncates = GPU_TRUNCATES
 
 
 X = jax.ShapeDtypeStruct((2, 5, 4, 8), jnp.bfloat16)

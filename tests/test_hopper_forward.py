@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from forward_suite import SIZES, ForwardSuite, GradientSuite
-from suite import label
+from suite import GPU_TRUNCATES, label
 
 
 class TestHopperForward(ForwardSuite):
@@ -30,6 +30,7 @@ class TestForwardOnGpu(TestHopperForward):
     """On a GPU of another architecture it is that one's kernels that are tested."""
 
     implementation = "cuda"
+    truncates = GPU_TRUNCATES
 
 
 @pytest.mark.slow
@@ -48,11 +49,13 @@ class TestSuiteInFloat16(TestSuiteInBfloat16):
 @pytest.mark.gpu
 class TestSuiteInBfloat16OnGpu(TestSuiteInBfloat16):
     implementation = "cuda"
+    forward = TestForwardOnGpu()
 
 
 @pytest.mark.gpu
 class TestSuiteInFloat16OnGpu(TestSuiteInFloat16):
     implementation = "cuda"
+    forward = TestForwardOnGpu()
 
 
 @pytest.mark.parametrize("choice", [{}, {"is_causal": True}], ids=label)
