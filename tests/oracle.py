@@ -255,7 +255,8 @@ def _values_and_spreads(call: _Call) -> tuple[Results, Results]:
     def sums2(x: np.ndarray, squares: np.ndarray, count: Any) -> np.ndarray:
         """The roundings of the partial sums of `count` terms with the sum x and the sum of squares `squares`.
 
-        In a random order the square of the sum of j terms is (j/n)**2 x**2 + (j/n)(1 - j/n) squares, on average.
+        In a random order the square of the sum of j terms is (j/n)**2 x**2 + (j/n)(1 - j/n) squares, on average. Equal
+        terms are rounded alike: `count` is then that of the terms times how many of them are equal.
         """
         return r2 * count * (x**2 / 3 + squares / 6)
 
@@ -264,6 +265,7 @@ def _values_and_spreads(call: _Call) -> tuple[Results, Results]:
         many_keys = many_keys if call.bias.shape[3] == 1 else np.ones_like(many_keys)
         many_rows = many_rows if call.bias.shape[2] == 1 else np.ones_like(many_rows)
     many_keys, many_rows = many_keys[..., None, :], many_rows[..., None]
+    many_pairs = np.minimum(many_keys, _multiplicity(v)[..., None, :])
     keys_of_row = seen.sum(-1)
     rows_of_key = np.moveaxis(seen.sum((2, 3))[..., None], 1, 2)
     dots = q @ k.mT
@@ -287,7 +289,10 @@ def _values_and_spreads(call: _Call) -> tuple[Results, Results]:
     total = np.where(some, weights.sum(-1), 1)
     lse = np.where(some, np.log(total) + top, -np.inf)
     probs = weights / total[..., None]
-    lse2 = (probs**2 * logits2 * many_keys).sum(-1) + sums2(some, (probs**2).sum(-1), keys_of_row)
+    # Terms of sums over keys, times how many are equal: by weight.
+    weight = probs**2 / np.where(some, (probs**2).sum(-1), 1)[..., None]
+    terms = keys_of_row * (weight * many_keys).sum(-1)
+    lse2 = (probs**2 * logits2 * many_keys).sum(-1) + sums2(some, (probs**2).sum(-1), terms)
     lse2 = lse2 + r2 * np.where(some, lse, 0) ** 2
     exponents = np.where(seen, logits - np.where(some, lse, 0)[..., None], 0)
     probs2 = probs**2 * (1 + logits2 + r2 * exponents**2) + flushed2
@@ -300,7 +305,8 @@ def _values_and_spreads(call: _Call) -> tuple[Results, Results]:
         share, of_sink = np.where(some, np.exp(-less), 0), -np.expm1(-less)
     heavy, heavy2 = probs * share[..., None], probs2 * share[..., None] ** 2
     out = heavy @ v
-    acc2 = sums2(out, heavy**2 @ v**2, keys_of_row[..., None])
+    terms = keys_of_row * (weight * many_pairs).sum(-1)
+    acc2 = sums2(out, heavy**2 @ v**2, terms[..., None])
     out2 = (heavy2 * many_keys) @ v**2 + lse2[..., None] * out**2 + acc2
 
     dheavy = dout @ v.mT
@@ -340,7 +346,7 @@ def _values_and_spreads(call: _Call) -> tuple[Results, Results]:
 
     dq, dk, dv = scale * (dcapped @ k), key_result(scale * (dcapped.mT @ q)), key_result(heavy.mT @ dout)
     dq2 = scale**2 * with_row_errors((dcapped2 * many_keys) @ k**2, ddelta @ k, dcapped @ k)
-    dq2 = dq2 + sums2(dq, scale**2 * (dcapped**2 @ k**2), keys_of_row[..., None])
+    dq2 = dq2 + sums2(dq, scale**2 * (dcapped**2 @ k**2), terms[..., None])
     dk2 = scale**2 * ((with_row_errors(dcapped2, ddelta, dcapped) * many_rows).mT @ q**2)
     dv2 = (with_row_errors(heavy2, np.zeros_like(heavy), heavy) * many_rows).mT @ dout**2
     dscale2 = with_row_errors(
