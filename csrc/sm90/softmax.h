@@ -38,8 +38,10 @@ __device__ __forceinline__ void Mask(float (&s)[kCount], KeySpan seen, uint32_t 
   }
 }
 
-// The bits of the largest of the elements in a row, if one of them is positive; else a negative
-// number. Integers have a maximum of three numbers, and it takes no longer than one of two floats.
+// The bits of the largest element of a row, if one has no sign; else bits with a sign. As integers,
+// the bits of floats without a sign are in the order of the floats, NaN last, and those of the
+// others are negative. There is a maximum of three integers, which takes no longer than one of two
+// floats.
 template <int32_t kRow, int32_t kCount>
 __device__ __forceinline__ uint32_t LargestBits(const float (&s)[kCount]) {
   const auto at = [&](int32_t i) { return __float_as_int(s[i / 2 * 4 + kRow * 2 + i % 2]); };
@@ -72,7 +74,7 @@ struct SoftmaxRows {
   template <int32_t kCount>
   __device__ __forceinline__ void Weigh(float (&s)[kCount], float scale_log2) {
     float highest[kThreadRows] = {row[0].maximum, row[1].maximum};
-    // The bits of negative numbers are larger than those of others.
+    // As unsigned integers, bits with a sign are larger than any without.
     if (const uint32_t bits[] = {LargestBits<0>(s), LargestBits<1>(s)};
         __any_sync(kAllLanes, max(bits[0], bits[1]) >= unusual)) {
       unusual = UnusualBits(scale_log2);
