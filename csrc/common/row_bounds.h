@@ -22,7 +22,23 @@ struct KeySpan {
   __device__ __forceinline__ bool Meets(KeySpan other) const {
     return begin < other.end && other.begin < end;
   }
+  // Of two that are not empty: from the first to the last key that is in either; and the keys that
+  // are in both. {~0, 0} adds nothing to the former, {0, ~0} takes nothing from the latter.
+  __device__ __forceinline__ KeySpan HullWith(const KeySpan& other) const {
+    return {min(begin, other.begin), max(end, other.end)};
+  }
+  __device__ __forceinline__ KeySpan CommonWith(const KeySpan& other) const {
+    return {max(begin, other.begin), min(end, other.end)};
+  }
 };
+
+// Both of the spans that the lanes of a warp have. All lanes call it together.
+__device__ __forceinline__ KeySpan HullOfLanes(KeySpan span) {
+  return {__reduce_min_sync(kAllLanes, span.begin), __reduce_max_sync(kAllLanes, span.end)};
+}
+__device__ __forceinline__ KeySpan CommonToLanes(KeySpan span) {
+  return {__reduce_max_sync(kAllLanes, span.begin), __reduce_min_sync(kAllLanes, span.end)};
+}
 
 // The bounds of a tile's rows, which a warp holds together: each lane those of rows lane + 32 i.
 template <int32_t kRows>
@@ -68,12 +84,12 @@ struct RowBounds {
       const KeySpan span = Of(first + (threadIdx.x % 32 + 32 * i) % kRows);
       tile.spans[i] = span;
       if (!span.Empty()) {
-        some = {min(some.begin, span.begin), max(some.end, span.end)};
-        all = {max(all.begin, span.begin), min(all.end, span.end)};
+        some = some.HullWith(span);
+        all = all.CommonWith(span);
       }
     }
-    some = {__reduce_min_sync(kAllLanes, some.begin), __reduce_max_sync(kAllLanes, some.end)};
-    all = {__reduce_max_sync(kAllLanes, all.begin), __reduce_min_sync(kAllLanes, all.end)};
+    some = HullOfLanes(some);
+    all = CommonToLanes(all);
     return tile;
   }
 
@@ -93,7 +109,7 @@ struct RowBounds {
       const KeySpan span = Of(row);
       if (!span.Empty()) some = {min(some.begin, span.begin), max(some.end, span.end)};
     }
-    some = {__reduce_min_sync(kAllLanes, some.begin), __reduce_max_sync(kAllLanes, some.end)};
+    some = HullOfLanes(some);
     return some.Empty() ? KeySpan{0, 0} : some;
   }
 

@@ -112,7 +112,7 @@ struct Forward {
     KvPlace place;
     Phases phases;
     Task::ForEach(p, [&](const Task& task) {
-      const KeyBlocks blocks = task.Blocks(p);
+      const TaskBlocks blocks = task.Blocks(p);
       const auto load_query = [&](uint32_t stage) {
         control.tiles[stage].q_load_empty.Wait(phases.OfTask() ^ 1);
         __syncwarp();
@@ -177,7 +177,7 @@ struct Forward {
     Phases phases;
 
     Task::ForEach(p, [&](const Task& task) {
-      const KeyBlocks blocks = task.Blocks(p);
+      const TaskBlocks blocks = task.Blocks(p);
       const bool negate = ScaleOf(p, task.batch) < 0;
       const auto query_key = [&](int32_t stage, int32_t key, uint32_t block) {
         // Products lead to the next phases of what all lanes have waited for until here.
@@ -250,7 +250,7 @@ struct Forward {
     Phases phases;
 
     Task::ForEach(p, [&](const Task& task) {
-      const KeyBlocks blocks = task.Blocks(p);
+      const TaskBlocks blocks = task.Blocks(p);
       const LogitScale scale(ScaleOf(p, task.batch), p.softcap);
       const int64_t index = task.IndexOf(p, Group(), TileRow());
       // The keys that this row sees, and those that all rows of the warp see.
@@ -258,7 +258,7 @@ struct Forward {
       if (Variant::kKind != Kind::kFull) {
         seen = BoundsOf(p, task.batch).Of(task.PositionOf(Group(), TileRow()));
         all = seen.Empty() ? KeySpan{0, ~0u} : seen;
-        all = {__reduce_max_sync(kAllLanes, all.begin), __reduce_min_sync(kAllLanes, all.end)};
+        all = CommonToLanes(all);
       }
 
       // Of the rows of all tasks before, each sum has been handed on too.

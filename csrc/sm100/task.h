@@ -4,22 +4,19 @@
 #ifndef JAX_FA4_CSRC_SM100_TASK_H_
 #define JAX_FA4_CSRC_SM100_TASK_H_
 
+#include "csrc/common/key_blocks.h"
 #include "csrc/common/operands.h"
 #include "csrc/common/tile_schedule.h"
 #include "csrc/sm100/config.h"
 
 namespace jax_fa4::sm100 {
 
-// The blocks of keys of a task. All its tiles go through the same, from the last to the first.
-struct KeyBlocks {
-  KeySpan hull;         // the keys from the first to the last that some row sees
-  uint32_t first, end;  // blocks; one if no row sees any key
+// The blocks of keys of a task. All its tiles go through the same.
+struct TaskBlocks : KeyBlocks {
+  KeySpan hull;  // the keys from the first to the last that some row sees
 
-  __device__ __forceinline__ explicit KeyBlocks(KeySpan of_hull)
-      : hull(of_hull),
-        first(of_hull.begin / kTileKeys),
-        end(max((of_hull.end + kTileKeys - 1) / kTileKeys, first + 1)) {}
-  __device__ __forceinline__ uint32_t Count() const { return end - first; }
+  __device__ __forceinline__ explicit TaskBlocks(KeySpan of_hull)
+      : KeyBlocks(Of<kTileKeys>(of_hull)), hull(of_hull) {}
 };
 
 // kQueryTiles query tiles of one pack of heads of one batch element.
@@ -50,9 +47,10 @@ struct Task {
   }
 
   // All lanes of a warp call it together.
-  __device__ __forceinline__ KeyBlocks Blocks(const Parameters& p) const {
-    if (kKind == Kind::kFull) return KeyBlocks({0, static_cast<uint32_t>(p.keys)});
-    return KeyBlocks(BoundsOf(p, batch).Hull(position, position + kQueryTiles * positions_of_tile));
+  __device__ __forceinline__ TaskBlocks Blocks(const Parameters& p) const {
+    if (kKind == Kind::kFull) return TaskBlocks({0, static_cast<uint32_t>(p.keys)});
+    return TaskBlocks(
+        BoundsOf(p, batch).Hull(position, position + kQueryTiles * positions_of_tile));
   }
 
   // Where a row of a tile is in the arrays.

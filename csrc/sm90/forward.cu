@@ -93,7 +93,7 @@ struct Forward {
         for (uint32_t consumer = 0; consumer < Variant::kConsumers; ++consumer) {
           const KeySpan own = task.Hull(p, consumer);
           if (leads) note.own[consumer] = own.Empty() ? KeyBlocks{0, 0} : KeyBlocks::Of<kKeys>(own);
-          if (!own.Empty()) hull = {min(hull.begin, own.begin), max(hull.end, own.end)};
+          if (!own.Empty()) hull = hull.HullWith(own);
         }
         if (hull.Empty()) hull = {0, 0};
         if (leads) {
@@ -234,12 +234,9 @@ struct Forward {
         {0, ~0u}};
 #pragma unroll
     for (const KeySpan& span : seen.rows) {
-      if (!span.Empty()) {
-        seen.all = {max(seen.all.begin, span.begin), min(seen.all.end, span.end)};
-      }
+      if (!span.Empty()) seen.all = seen.all.CommonWith(span);
     }
-    seen.all = {__reduce_max_sync(kAllLanes, seen.all.begin),
-                __reduce_min_sync(kAllLanes, seen.all.end)};
+    seen.all = CommonToLanes(seen.all);
     return seen;
   }
 

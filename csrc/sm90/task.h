@@ -3,22 +3,11 @@
 #ifndef JAX_FA4_CSRC_SM90_TASK_H_
 #define JAX_FA4_CSRC_SM90_TASK_H_
 
+#include "csrc/common/key_blocks.h"
 #include "csrc/common/operands.h"
 #include "csrc/sm90/variant.h"
 
 namespace jax_fa4::sm90 {
-
-// Blocks of keys, from the last to the first.
-struct KeyBlocks {
-  uint32_t first, end;
-
-  // One if no key is seen.
-  template <int32_t kKeys>
-  static __device__ __forceinline__ KeyBlocks Of(KeySpan hull) {
-    const uint32_t first = hull.begin / kKeys;
-    return {first, max((hull.end + kKeys - 1) / kKeys, first + 1)};
-  }
-};
 
 // A query tile of one pack of heads of one batch element.
 template <class Variant>
