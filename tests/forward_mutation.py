@@ -216,7 +216,8 @@ def _no_fault_on_blackwell(mutant: mutation.Mutant, width: int, has_bounds: bool
     no_wait = fault in ("never wait: mbarrier.try_wait.parity", "relax: mbarrier.try_wait.parity")
     if no_wait and place == at("q_load_empty.Wait(") and mutant.ordinal == 2 and width > 128:
         return "in the ring of two, keys have just taken the place of those that were the last to meet this Q"
-    before_hull = {at("ClearUnseen(memory.KeyValue(of_value.stage)"), at("clear(0, hull.begin - first)")}
+    common = dataclasses.replace(BLACKWELL, source="csrc/common/shared_memory.h")
+    before_hull = {at("clear_unseen(memory.KeyValue(of_value.stage)"), place_of(common, "(values, 0, hull.begin")}
     if fault == "drop: st.shared" and before_hull <= {*calls}:
         return "the hull begins in the last block that is gone through, which comes later"
 
@@ -242,7 +243,7 @@ def _no_fault_on_blackwell(mutant: mutation.Mutant, width: int, has_bounds: bool
 
     # ---- Lanes and registers
     if fault == "drop: bar.warp":
-        if place == at("__syncwarp();", 5):
+        if place == at("__syncwarp();", 4):
             return "the lane that waits for the copies arrives too, behind its wait"
         return "the lanes of a warp execute together here: see docs/emulator.md on what it cannot prove"
     if fault == "next barrier: bar.sync" and place == at("__syncthreads();"):

@@ -3,6 +3,7 @@
 #ifndef JAX_FA4_CSRC_COMMON_KEY_BLOCKS_H_
 #define JAX_FA4_CSRC_COMMON_KEY_BLOCKS_H_
 
+#include "csrc/common/forward_parameters.h"
 #include "csrc/common/row_bounds.h"
 
 namespace jax_fa4 {
@@ -18,6 +19,13 @@ struct KeyBlocks {
   }
   __device__ __forceinline__ uint32_t Count() const { return end - first; }
 };
+
+// The keys of a block, of which the last may have fewer.
+template <int32_t kKeys>
+__device__ __forceinline__ KeySpan KeysOfBlock(const ForwardParameters& p, uint32_t block) {
+  const uint32_t first = block * kKeys, keys = p.keys;
+  return {first, min(first + kKeys, keys)};
+}
 
 }  // namespace jax_fa4
 

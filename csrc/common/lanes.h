@@ -28,6 +28,11 @@ __device__ __forceinline__ float LaneSum(float x) {
   return x;
 }
 
+// Where in shared memory it is.
+__device__ __forceinline__ uint32_t SharedAddress(const void* x) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(x));
+}
+
 // A number that all lanes have, such that the compiler knows this and nothing else of it: it
 // computes with it once for the warp, and does not compute it anew wherever it is needed.
 __device__ __forceinline__ uint32_t Uniform(uint32_t x) { return __shfl_sync(kAllLanes, x, 0); }
@@ -35,7 +40,7 @@ __device__ __forceinline__ uint32_t Uniform(uint32_t x) { return __shfl_sync(kAl
 // The same for the address of a variable in shared memory.
 template <class Variable>
 __device__ __forceinline__ Variable& UniformReference(Variable& x) {
-  const uint32_t address = Uniform(static_cast<uint32_t>(__cvta_generic_to_shared(&x)));
+  const uint32_t address = Uniform(SharedAddress(&x));
   return *static_cast<Variable*>(__cvta_shared_to_generic(address));
 }
 

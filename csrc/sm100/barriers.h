@@ -99,9 +99,6 @@ struct SharedMemory {
 
   unsigned char* start;
 
-  __device__ __forceinline__ Control& Barriers() const {
-    return *reinterpret_cast<Control*>(start);
-  }
   __device__ __forceinline__ unsigned char* Query(int32_t stage) const {
     return start + kControlBytes + stage * TileBytes(Variant::kWidths.query_key);
   }

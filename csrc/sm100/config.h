@@ -6,6 +6,7 @@
 
 #include "csrc/common/forward_parameters.h"
 #include "csrc/common/integers.h"
+#include "csrc/common/panels.h"
 
 namespace jax_fa4::sm100 {
 
@@ -24,13 +25,12 @@ inline constexpr int32_t kTileRows = 128;  // of a query tile, packed: see Forwa
 inline constexpr int32_t kTileKeys = 128;
 inline constexpr int32_t kQueryTiles = 2;  // of a task, in flight in a CTA: the stages 0 and 1
 
-// Shared memory of a CTA, in this order. Tiles are panels of 64 columns, 128 bytes a row, swizzled
-// as the copy engine does for boxes of 128 bytes; they lie at multiples of 1024 bytes.
-JAX_FA4_HOST_DEVICE constexpr int32_t Panels(int32_t width) { return (width + 63) / 64; }
+// Shared memory of a CTA, in this order. All tiles are as high, of rows or of keys.
+static_assert(kTileRows == kTileKeys);
+using jax_fa4::Panels;
 JAX_FA4_HOST_DEVICE constexpr uint32_t TileBytes(int32_t width) {
-  return Panels(width) * kTileRows * 128;
+  return jax_fa4::TileBytes(kTileRows, width);
 }
-inline constexpr uint32_t kMostSharedBytes = 227 << 10;
 inline constexpr uint32_t kControlBytes = 3 << 10;  // barriers, what rows hand on, and the like
 
 JAX_FA4_HOST_DEVICE constexpr int32_t OutStages(Widths widths) {

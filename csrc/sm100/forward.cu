@@ -15,6 +15,7 @@
 //
 // Source: Zadouri et al., "FlashAttention-4" (2026).
 
+#include "csrc/common/shared_memory.h"
 #include "csrc/ptx/copy.h"
 #include "csrc/ptx/tcgen05.h"
 #include "csrc/ptx/warp.h"
@@ -47,10 +48,6 @@ __device__ __forceinline__ uint32_t Warp() { return Uniform(Thread() / 32); }
 __device__ __forceinline__ uint32_t Group() { return Uniform(Thread() / kGroupThreads); }
 __device__ __forceinline__ uint32_t GroupWarp() { return Warp() % (kGroupThreads / 32); }
 
-__device__ __forceinline__ uint32_t SharedAddress(const void* x) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(x));
-}
-
 template <class Variant>
 struct Forward {
   static constexpr Widths kWidths = Variant::kWidths;
@@ -69,22 +66,6 @@ struct Forward {
 
   // ---- Load
 
-  // Boxes of 64 columns, of a tile of so many.
-  template <int32_t kWidth>
-  static __device__ __forceinline__ void LoadTile(unsigned char* tile,
-                                                  const TensorMap& map,
-                                                  int32_t head,
-                                                  int32_t position,
-                                                  int32_t batch,
-                                                  Barrier& full) {
-    ptx::mbarrier_arrive_expect_tx(full.Get(), TileBytes(kWidth));
-#pragma unroll
-    for (int32_t panel = 0; panel < Panels(kWidth); ++panel) {
-      ptx::cp_async_bulk_tensor_4d_load(
-          tile + panel * kPanelBytes, &map, 64 * panel, head, position, batch, full.Get());
-    }
-  }
-
   // The next tile of the ring: a block of keys, or of their values.
   template <int32_t kWidth>
   __device__ __forceinline__ void LoadKeys(KvPlace& place,
@@ -97,12 +78,12 @@ struct Forward {
     stage.kv_load_empty.Wait(place.parity ^ 1);
     __syncwarp();  // else a lane may be left behind and miss a phase
     if (leads) {
-      LoadTile<kWidth>(memory.KeyValue(place.stage),
-                       map,
-                       task.kv_head,
-                       block * kTileKeys,
-                       ElementOf(task.batch, batch),
-                       stage.kv_load_full);
+      LoadTile<kTileKeys, kWidth>(memory.KeyValue(place.stage),
+                                  map,
+                                  task.kv_head,
+                                  block * kTileKeys,
+                                  ElementOf(task.batch, batch),
+                                  stage.kv_load_full);
     }
     place.Advance();
   }
@@ -117,12 +98,12 @@ struct Forward {
         control.tiles[stage].q_load_empty.Wait(phases.OfTask() ^ 1);
         __syncwarp();
         if (leads) {
-          LoadTile<kWidths.query_key>(memory.Query(stage),
-                                      p.query,
-                                      task.head,
-                                      task.position + stage * task.positions_of_tile,
-                                      ElementOf(task.batch, p.query_batch),
-                                      control.tiles[stage].q_load_full);
+          LoadTile<kTileRows, kWidths.query_key>(memory.Query(stage),
+                                                 p.query,
+                                                 task.head,
+                                                 task.position + stage * task.positions_of_tile,
+                                                 ElementOf(task.batch, p.query_batch),
+                                                 control.tiles[stage].q_load_full);
         }
       };
       load_query(0);
@@ -145,33 +126,8 @@ struct Forward {
 
   // ---- MMA
 
-  // Keys that no row of the task sees have weights of 0, but their values may be NaN. The copy
-  // engine has zeros for keys from S on.
-  __device__ __forceinline__ void ClearUnseen(unsigned char* value,
-                                              KeySpan hull,
-                                              uint32_t block) const {
-    if (Variant::kKind == Kind::kFull) return;
-    const uint32_t first = block * kTileKeys, keys = p.keys;
-    const auto clear = [&](uint32_t begin, uint32_t end) {
-#pragma unroll 1
-      for (int32_t panel = 0; panel < Panels(kWidths.value); ++panel) {
-#pragma unroll 1
-        for (uint32_t at = begin * 128 + threadIdx.x % 32 * 16; at < end * 128; at += 32 * 16) {
-          *reinterpret_cast<uint4*>(value + panel * kPanelBytes + at) = make_uint4(0, 0, 0, 0);
-        }
-      }
-    };
-    const uint32_t behind = min(first + kTileKeys, keys);
-    if (hull.begin <= first && hull.end >= behind) return;
-    if (hull.begin > first) clear(0, hull.begin - first);
-    if (hull.end < behind) clear(hull.end - first, behind - first);
-    ptx::fence_proxy_async();
-    __syncwarp();
-  }
-
   __device__ __forceinline__ void Multiply() const {
-    const Products<Variant> products(
-        control.tensor_memory, SharedAddress(memory.Query(0)), SharedAddress(memory.KeyValue(0)));
+    const Products<Variant> products(control.tensor_memory, memory.Query(0), memory.KeyValue(0));
     const bool leads = ptx::elect_sync();
     KvPlace place;
     Phases phases;
@@ -186,6 +142,12 @@ struct Forward {
           products.QueryKey(stage, key, negate);
           ptx::tcgen05_commit(control.tiles[stage].s_ready.Get());
           if (block == blocks.first) ptx::tcgen05_commit(control.tiles[stage].q_load_empty.Get());
+        }
+      };
+      const auto clear_unseen = [&](unsigned char* values, uint32_t block) {
+        const KeySpan loaded = KeysOfBlock<kTileKeys>(p, block);
+        if (Variant::kKind != Kind::kFull && HasUnseen(loaded, blocks.hull)) {
+          ClearUnseen<kTileKeys, kWidths.value>(values, loaded, blocks.hull);
         }
       };
       const auto weight_value = [&](int32_t stage, int32_t value, bool add) {
@@ -213,7 +175,7 @@ struct Forward {
         const KvPlace of_value = place;
         place.Advance();
         control.ring[of_value.stage].kv_load_full.Wait(of_value.parity);
-        ClearUnseen(memory.KeyValue(of_value.stage), blocks.hull, block);
+        clear_unseen(memory.KeyValue(of_value.stage), block);
         weight_value(0, of_value.stage, add);
         control.ring[place.stage].kv_load_full.Wait(place.parity);
         query_key(0, place.stage, block - 1);
@@ -227,7 +189,7 @@ struct Forward {
       }
 
       control.ring[place.stage].kv_load_full.Wait(place.parity);
-      ClearUnseen(memory.KeyValue(place.stage), blocks.hull, blocks.first);
+      clear_unseen(memory.KeyValue(place.stage), blocks.first);
       for (int32_t stage = 0; stage < kQueryTiles; ++stage) {
         weight_value(stage, place.stage, add);
         if (leads) ptx::tcgen05_commit(control.tiles[stage].o_ready.Get());
@@ -440,7 +402,7 @@ struct Forward {
                                                task.head,
                                                task.position + stage * task.positions_of_tile,
                                                task.batch,
-                                               memory.Out(stage) + panel * kPanelBytes);
+                                               memory.Out(stage) + panel * PanelBytes(kTileRows));
           }
           ptx::cp_async_bulk_commit_group();
           ptx::cp_async_bulk_wait_group_read<0>();
@@ -479,21 +441,14 @@ struct Forward {
   }
 };
 
-template <class Variant>
-__device__ __forceinline__ void RunForward(const Parameters& p) {
-  extern __shared__ __align__(1024) unsigned char shared[];
-  const SharedMemory<Variant> memory = {shared};
-  Forward<Variant>{p, memory, memory.Barriers()}.Run();
-}
-
 }  // namespace jax_fa4::sm100
 
 using namespace jax_fa4;
 
-#define FORWARD(Element, query_key, value, width_name, kind, Kind)                             \
-  extern "C" __global__ void __launch_bounds__(sm100::kThreads, 1)                             \
-      forward_##Element##_##width_name##_##kind(const __grid_constant__ sm100::Parameters p) { \
-    sm100::RunForward<sm100::Variant<ptx::Element, query_key, value, sm100::Kind>>(p);         \
+#define FORWARD(Element, query_key, value, width_name, kind, Kind)                              \
+  extern "C" __global__ void __launch_bounds__(sm100::kThreads, 1)                              \
+      forward_##Element##_##width_name##_##kind(const __grid_constant__ sm100::Parameters p) {  \
+    RunForward<sm100::Forward<sm100::Variant<ptx::Element, query_key, value, sm100::Kind>>>(p); \
   }
 #define FORWARD_KINDS(Element, query_key, value, width_name)            \
   FORWARD(Element, query_key, value, width_name, full, Kind::kFull)     \

@@ -4,6 +4,7 @@
 #define JAX_FA4_CSRC_SM100_OUT_TILE_H_
 
 #include "csrc/common/element.h"
+#include "csrc/common/panels.h"
 #include "csrc/ptx/f32x2.h"
 #include "csrc/ptx/tcgen05.h"
 #include "csrc/sm100/variant.h"
@@ -44,9 +45,8 @@ struct OutRow {
       }
 #pragma unroll
       for (int32_t i = 0; i < kPiece / 2; i += 4) {
-        // The swizzle of 128 bytes: pieces of 16 bytes change places within a row.
-        const uint32_t place = (column % 64 / 8 + i / 4) ^ row % 8;
-        *reinterpret_cast<uint4*>(staged + column / 64 * (kTileRows * 128) + place * 16) =
+        const uint32_t place = PlaceOfPiece(row, column % 64 / 8 + i / 4);
+        *reinterpret_cast<uint4*>(staged + column / 64 * PanelBytes(kTileRows) + place * 16) =
             make_uint4(packed[i], packed[i + 1], packed[i + 2], packed[i + 3]);
       }
     }

@@ -5,21 +5,21 @@
 
 #include "csrc/common/element.h"
 #include "csrc/common/lanes.h"
+#include "csrc/common/panels.h"
 #include "csrc/ptx/tcgen05.h"
 #include "csrc/sm100/variant.h"
 
 namespace jax_fa4::sm100 {
 
 inline constexpr int32_t kStep = 16;  // columns of A that an instruction sums over
-inline constexpr uint32_t kPanelBytes = kTileRows * 128;
 
 // One thread issues all products of a CTA: they are executed in that order.
 template <class Variant>
 class Products {
  public:
-  // All lanes of a warp call it together. Tiles are addresses of shared memory, those of a kind
-  // without gaps between them.
-  __device__ __forceinline__ Products(uint32_t tensor, uint32_t query, uint32_t key_value)
+  // All lanes of a warp call it together, with the first tile of a kind: the others follow without
+  // gaps between them.
+  __device__ __forceinline__ Products(uint32_t tensor, const void* query, const void* key_value)
       : tensor_(Uniform(tensor)), query_(Descriptor(query)), key_value_(Descriptor(key_value)) {}
 
   // S = Q K^T, or its negative, where K is in this stage of the ring.
@@ -30,7 +30,7 @@ class Products {
     const uint64_t b = Tile<KvStageBytes(Variant::kWidths)>(key_value_, key);
 #pragma unroll
     for (int32_t column = 0; column < Variant::kWidths.query_key; column += kStep) {
-      const uint32_t offset = (column / 64 * kPanelBytes + column % 64 * 2) / 16;
+      const uint32_t offset = ColumnOffset(kTileRows, column) / 16;
       ptx::tcgen05_mma_f16(
           tensor_ + ColumnOfS(stage), a + offset, b + offset, instruction, column > 0);
     }
@@ -60,8 +60,9 @@ class Products {
 
   // Instructions take numbers from registers of the warp. There one instruction adds to a number,
   // but two make a constant.
-  static __device__ __forceinline__ uint64_t Descriptor(uint32_t tile) {
-    const uint64_t descriptor = ptx::tcgen05_matrix_descriptor(tile, kPanelBytes);
+  static __device__ __forceinline__ uint64_t Descriptor(const void* tile) {
+    const uint64_t descriptor =
+        ptx::tcgen05_matrix_descriptor(SharedAddress(tile), PanelBytes(kTileRows));
     return uint64_t{Uniform(static_cast<uint32_t>(descriptor >> 32))} << 32 |
            Uniform(static_cast<uint32_t>(descriptor));
   }

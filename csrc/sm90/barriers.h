@@ -71,9 +71,6 @@ struct SharedMemory {
 
   unsigned char* start;
 
-  __device__ __forceinline__ Control& Barriers() const {
-    return *reinterpret_cast<Control*>(start);
-  }
   __device__ __forceinline__ unsigned char* Query(uint32_t stage, uint32_t consumer) const {
     return start + kControlBytes +
            (stage * kShape.consumers + consumer) * TileBytes(kGroupRows, kShape.width);

@@ -6,6 +6,7 @@
 
 #include "csrc/common/forward_parameters.h"
 #include "csrc/common/integers.h"
+#include "csrc/common/panels.h"
 
 namespace jax_fa4::sm90 {
 
@@ -32,14 +33,7 @@ JAX_FA4_HOST_DEVICE constexpr int32_t TileRows(const Shape& shape) {
   return shape.consumers * kGroupRows;
 }
 
-// Shared memory of a CTA, in this order: barriers; Q of each warpgroup, by stage; out; K; V. Tiles
-// are panels of 64 columns, 128 bytes a row, swizzled as the copy engine does for boxes of 128
-// bytes; they lie at multiples of 1024 bytes.
-JAX_FA4_HOST_DEVICE constexpr int32_t Panels(int32_t width) { return (width + 63) / 64; }
-JAX_FA4_HOST_DEVICE constexpr uint32_t TileBytes(int32_t rows, int32_t width) {
-  return Panels(width) * rows * 128;
-}
-inline constexpr uint32_t kMostSharedBytes = 227 << 10;
+// Shared memory of a CTA, in this order: barriers; Q of each warpgroup, by stage; out; K; V.
 inline constexpr uint32_t kControlBytes = 1 << 10;
 
 JAX_FA4_HOST_DEVICE constexpr uint32_t StageBytes(const Shape& shape) {  // K and V of a block

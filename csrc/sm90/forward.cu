@@ -15,6 +15,7 @@
 // Sources: Shah et al., "FlashAttention-3" (2024); Zadouri et al., "FlashAttention-4" (2026), of
 // which the rescaling and the schedule are.
 
+#include "csrc/common/shared_memory.h"
 #include "csrc/ptx/copy.h"
 #include "csrc/ptx/warp.h"
 #include "csrc/ptx/wgmma.h"
@@ -26,10 +27,6 @@
 #include "csrc/sm90/variant.h"
 
 namespace jax_fa4::sm90 {
-
-__device__ __forceinline__ uint32_t SharedAddress(const void* x) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(x));
-}
 
 template <class Variant>
 struct Forward {
@@ -45,34 +42,6 @@ struct Forward {
   typename Memory::Control& control;
 
   // ---- Load
-
-  // Boxes of 64 columns, of a tile of so many rows and columns, which complete on a barrier.
-  template <int32_t kRows, int32_t kColumns>
-  static __device__ __forceinline__ void LoadTile(unsigned char* tile,
-                                                  const TensorMap& map,
-                                                  int32_t head,
-                                                  int32_t position,
-                                                  int32_t batch,
-                                                  Barrier& full) {
-    ptx::mbarrier_arrive_expect_tx(full.Get(), TileBytes(kRows, kColumns));
-#pragma unroll
-    for (int32_t panel = 0; panel < Panels(kColumns); ++panel) {
-      ptx::cp_async_bulk_tensor_4d_load(
-          tile + panel * (kRows * 128), &map, 64 * panel, head, position, batch, full.Get());
-    }
-  }
-
-  // Keys that no row of the task sees have weights of 0, but their values may be NaN. The copy
-  // engine has zeros for keys from S on.
-  static __device__ __forceinline__ void Clear(unsigned char* value, uint32_t begin, uint32_t end) {
-#pragma unroll 1
-    for (int32_t panel = 0; panel < Panels(kShape.value_width); ++panel) {
-#pragma unroll 1
-      for (uint32_t at = begin * 128 + threadIdx.x % 32 * 16; at < end * 128; at += 32 * 16) {
-        *reinterpret_cast<uint4*>(value + panel * (kKeys * 128) + at) = make_uint4(0, 0, 0, 0);
-      }
-    }
-  }
 
   __device__ __forceinline__ void Load() const {
     const bool leads = ptx::elect_sync();
@@ -160,25 +129,22 @@ struct Forward {
       const auto load_value = [&](uint32_t block) {
         TileBarriers& barriers = control.value[value_place.stage];
         unsigned char* const tile = memory.Value(value_place.stage);
-        const uint32_t first = block * kKeys, keys = p.keys, end = min(first + kKeys, keys);
-        const bool clears = kKind != Kind::kFull && (hull.begin > first || hull.end < end);
+        const KeySpan loaded = KeysOfBlock<kKeys>(p, block);
+        const bool clears = kKind != Kind::kFull && HasUnseen(loaded, hull);
         barriers.empty.Wait(value_place.parity ^ 1);
         __syncwarp();
         if (leads) {
           LoadTile<kKeys, kShape.value_width>(tile,
                                               p.value,
                                               kv_head,
-                                              first,
+                                              block * kKeys,
                                               ElementOf(task.batch, p.value_batch),
                                               clears ? control.value_arrived : barriers.full);
         }
         if (clears) {
           control.value_arrived.Wait(clear_parity);
           clear_parity ^= 1;
-          if (hull.begin > first) Clear(tile, 0, hull.begin - first);
-          if (hull.end < end) Clear(tile, hull.end - first, end - first);
-          ptx::fence_proxy_async();
-          __syncwarp();
+          ClearUnseen<kKeys, kShape.value_width>(tile, loaded, hull);
           if (leads) barriers.full.Arrive();
         }
         value_place.Advance();
@@ -242,9 +208,7 @@ struct Forward {
 
   __device__ __forceinline__ void Consume(uint32_t consumer) const {
     using Products = sm90::Products<Variant>;
-    const Products products(SharedAddress(memory.Query(0, consumer)),
-                            SharedAddress(memory.Key(0)),
-                            SharedAddress(memory.Value(0)));
+    const Products products(memory.Query(0, consumer), memory.Key(0), memory.Value(0));
     // Of the tile: the thread's first row.
     const uint32_t row =
         threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / kQuad + consumer * kGroupRows;
@@ -437,10 +401,8 @@ struct Forward {
     SyncGroup(consumer);
 #pragma unroll
     for (int32_t i = 0; i < kShape.value_width / 2; i += 2) {
-      // The swizzle of 128 bytes: pieces of 16 bytes change places within a row.
-      const uint32_t piece = i / 4 % 8 ^ row % 8;
-      const uint32_t at = i / 4 / 8 * (kGroupRows * 128) + (row + RowOf(i) * kRowsApart) * 128 +
-                          piece * 16 + threadIdx.x % kQuad * 4;
+      const uint32_t at = i / 4 / 8 * PanelBytes(kGroupRows) + (row + RowOf(i) * kRowsApart) * 128 +
+                          PlaceOfPiece(row, i / 4 % 8) * 16 + threadIdx.x % kQuad * 4;
       *reinterpret_cast<uint32_t*>(tile + at) = Pack<typename Variant::Element>(o[i], o[i + 1]);
     }
     ptx::fence_proxy_async();
@@ -453,7 +415,7 @@ struct Forward {
                                            task.head,
                                            task.PositionOf(p, consumer * kGroupRows),
                                            task.batch,
-                                           tile + panel * (kGroupRows * 128));
+                                           tile + panel * PanelBytes(kGroupRows));
       }
       ptx::cp_async_bulk_commit_group();
       if (!Variant::kOutIsApart) ptx::cp_async_bulk_wait_group_read<0>();
@@ -478,13 +440,6 @@ struct Forward {
   }
 };
 
-template <class Variant>
-__device__ __forceinline__ void RunForward(const Parameters& p) {
-  extern __shared__ __align__(1024) unsigned char shared[];
-  const SharedMemory<Variant> memory = {shared};
-  Forward<Variant>{p, memory, memory.Barriers()}.Run();
-}
-
 }  // namespace jax_fa4::sm90
 
 using namespace jax_fa4;
@@ -492,7 +447,7 @@ using namespace jax_fa4;
 #define FORWARD(Element, shape, width_name, kind, Kind)                                       \
   extern "C" __global__ void __launch_bounds__(sm90::Threads(sm90::kShapes[shape]), 1)        \
       forward_##Element##_##width_name##_##kind(const __grid_constant__ sm90::Parameters p) { \
-    sm90::RunForward<sm90::Variant<ptx::Element, shape, sm90::Kind>>(p);                      \
+    RunForward<sm90::Forward<sm90::Variant<ptx::Element, shape, sm90::Kind>>>(p);             \
   }
 #define FORWARD_KINDS(Element, shape, width_name)            \
   FORWARD(Element, shape, width_name, full, Kind::kFull)     \

@@ -4,6 +4,7 @@
 #define JAX_FA4_CSRC_SM90_PRODUCTS_H_
 
 #include "csrc/common/lanes.h"
+#include "csrc/common/panels.h"
 #include "csrc/ptx/wgmma.h"
 #include "csrc/sm90/variant.h"
 
@@ -23,11 +24,11 @@ class Products {
   using P = uint32_t[kShape.keys / 4];
   using O = float[kShape.value_width / 2];
 
-  // Addresses of shared memory: Q of the warpgroup, K and V of the first stage.
-  __device__ __forceinline__ Products(uint32_t query, uint32_t key, uint32_t value)
+  // Q of the warpgroup, K and V of the first stage.
+  __device__ __forceinline__ Products(const void* query, const void* key, const void* value)
       : query_(Descriptor(query, 0)),
         key_(Descriptor(key, 0)),
-        value_(Descriptor(value, kShape.keys * 128)) {}
+        value_(Descriptor(value, PanelBytes(kShape.keys))) {}
 
   // S = Q K^T.
   __device__ __forceinline__ void QueryKey(S& s, uint32_t query_stage, uint32_t stage) const {
@@ -37,7 +38,9 @@ class Products {
 #pragma unroll
     for (int32_t column = kStep; column < kShape.width; column += kStep) {
       ptx::wgmma_m64k16_ss<typename Variant::Element, true>(
-          s, query + Offset(column, kGroupRows), key + Offset(column, kShape.keys));
+          s,
+          query + ColumnOffset(kGroupRows, column) / 16,
+          key + ColumnOffset(kShape.keys, column) / 16);
     }
     ptx::wgmma_commit_group();
   }
@@ -56,12 +59,8 @@ class Products {
  private:
   uint64_t query_, key_, value_;
 
-  static __device__ __forceinline__ uint64_t Descriptor(uint32_t tile, uint32_t panel_bytes) {
-    return ptx::wgmma_matrix_descriptor(Uniform(tile), panel_bytes);
-  }
-  // Of a column in a tile of so many rows.
-  static __device__ __forceinline__ constexpr uint32_t Offset(int32_t column, int32_t rows) {
-    return (column / 64 * rows * 128 + column % 64 * 2) / 16;
+  static __device__ __forceinline__ uint64_t Descriptor(const void* tile, uint32_t panel_bytes) {
+    return ptx::wgmma_matrix_descriptor(Uniform(SharedAddress(tile)), panel_bytes);
   }
 };
 
