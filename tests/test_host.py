@@ -1434,7 +1434,7 @@ extern "C" __global__ void forward_bfloat16_96_full(const __grid_constant__ sm10
     ptx::mbarrier_init(barrier, 1);
     ptx::fence_mbarrier_init();
     ptx::mbarrier_arrive_expect_tx(barrier, 3 * kTile);
-    for (int panel = 0; panel < sm100::Panels(96); ++panel) {
+    for (int panel = 0; panel < Panels(96); ++panel) {
       unsigned char* box = tiles + panel * 16384;
       Load(box, &p.query, 64 * panel, head, 0, batch % p.query_batch, barrier);
       Load(box + kTile, &p.key, 64 * panel, kv_head, 0, batch % p.key_batch, barrier);
@@ -1451,7 +1451,7 @@ extern "C" __global__ void forward_bfloat16_96_full(const __grid_constant__ sm10
     p.lse_rounding[index] = Sum(tiles + kTile, position) + Sum(tiles + 2 * kTile, position);
   }
   if (threadIdx.x == 0) {
-    for (int panel = 0; panel < sm100::Panels(96); ++panel) {
+    for (int panel = 0; panel < Panels(96); ++panel) {
       Store(&p.out, 64 * panel, head, 0, batch, tiles + panel * 16384);
     }
     ptx::cp_async_bulk_commit_group();

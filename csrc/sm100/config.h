@@ -27,7 +27,6 @@ inline constexpr int32_t kQueryTiles = 2;  // of a task, in flight in a CTA: the
 
 // Shared memory of a CTA, in this order. All tiles are as high, of rows or of keys.
 static_assert(kTileRows == kTileKeys);
-using jax_fa4::Panels;
 JAX_FA4_HOST_DEVICE constexpr uint32_t TileBytes(int32_t width) {
   return jax_fa4::TileBytes(kTileRows, width);
 }
