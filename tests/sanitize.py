@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+DTYPES = ("bfloat16", "float16", "float32")
 
 
-def calls(dtypes: Sequence[str] = ("bfloat16", "float16", "float32")) -> None:
-    """Every kernel of these dtypes once or more: each width, tails, static and dynamic bounds, rows that see nothing.
+def calls(dtype: str) -> None:
+    """Every kernel of a dtype once or more: each width, tails, static and dynamic bounds, rows that see nothing.
 
     Says what it is about to call, for the case that a tool takes the process down.
     """
@@ -29,7 +29,7 @@ def calls(dtypes: Sequence[str] = ("bfloat16", "float16", "float32")) -> None:
     # Of the widths that the kernels for tensor cores are compiled for, and others.
     widths = [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (40, 24), (7, 5)]
     choices = [none, {"left": 30, "right": 0, "softcap": 3.0}, some]
-    for (width, value_width), dtype, choice in itertools.product(widths, dtypes, choices):
+    for (width, value_width), choice in itertools.product(widths, choices):
         rng = np.random.default_rng(0)
         sizes = Sizes(2, 200, 290, 4, 2, width, value_width)
         print(sizes, dtype, choice, flush=True)
@@ -42,20 +42,24 @@ def calls(dtypes: Sequence[str] = ("bfloat16", "float16", "float32")) -> None:
 def main(tools: list[str]) -> int:
     # One allocation a buffer: what lies beyond a buffer is then nobody's.
     environment = {**os.environ, "XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
-    failed = []
+    failed = False
     for tool in tools:
-        # Initcheck has to see XLA's kernels too, which write what ours read.
+        # Initcheck has to see XLA's kernels too, which write what ours read. It does not see what the copy engine
+        # writes, and so takes the outputs of the forwards for tensor cores, which are for 16-bit types, for unwritten.
         ours = [] if tool == "initcheck" else ["--kernel-name", "kernel_substring=ward_"]
-        command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1", *ours]
-        result = subprocess.run([*command, sys.executable, "-P", __file__, "--calls"], env=environment, check=False)
-        print(f"{tool}: {'reports' if result.returncode else 'nothing to report'}", flush=True)
-        failed += [tool] if result.returncode else []
-    return 1 if failed else 0
+        for dtype in DTYPES[-1:] if tool == "initcheck" else DTYPES:
+            command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1", *ours]
+            command += [sys.executable, "-P", __file__, "--calls", dtype]
+            status = subprocess.run(command, env=environment, check=False).returncode
+            found = {0: "nothing to report", 1: "reports"}.get(status, f"ended by itself, with status {status}")
+            print(f"{tool}, {dtype}: {found}", flush=True)
+            failed |= status != 0
+    return int(failed)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--calls"]:
+    if sys.argv[1:2] == ["--calls"]:
         sys.path.insert(0, os.path.dirname(__file__))
-        calls()
+        calls(sys.argv[2])
     else:
         sys.exit(main(sys.argv[1:] or list(TOOLS)))
