@@ -5,11 +5,11 @@
     python csrc/build_kernels.py sm90_copy --output build/x    # somewhere else
     python csrc/build_kernels.py sm100_forward --loops         # also what sass.py finds in the machine code
 
-Each (kernel, target) gives `<kernel>.<target>.cubin` for the GPUs of that target. `<kernel>.<target>.ptx`, which the
-driver compiles for later GPUs and which the emulator runs, comes from the same compilation (see `Kernel.ptx_targets`).
-What only the emulator runs is packed, as `<kernel>.<target>.ptx.xz`: dtypes and GPUs repeat each other in it.
+Each (kernel, target) gives `<kernel>.<target>.cubin.xz` for the GPUs of that target. `<kernel>.<target>.ptx.xz`, which
+the driver compiles for later GPUs and which the emulator runs, comes from the same compilation (see
+`Kernel.ptx_targets`). A wheel alone would pack them far worse: the kernels of a file repeat each other from afar.
 CMakeLists.txt calls this script for the wheel. It needs Linux and the pinned wheels below in the Python that runs it,
-but no CUDA toolkit and no GPU. The files are the same bytes wherever and whenever they are built.
+but no CUDA toolkit and no GPU. What is in the files is the same wherever and whenever they are built.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import importlib.metadata
 import lzma
 import os
 import re
-import struct
 import subprocess
 import sys
 import tempfile
@@ -66,8 +65,8 @@ class Kernel:
 
     def files(self, target: str) -> tuple[str, ...]:
         """The names of the files that are built for a target."""
-        ptx = ("ptx" if target[-1].isdigit() else "ptx.xz",) if target in self.ptx_targets else ()
-        return tuple(f"{self.name}.{target}.{kind}" for kind in ("cubin", *ptx))
+        kinds = ("cubin", "ptx") if target in self.ptx_targets else ("cubin",)
+        return tuple(f"{self.name}.{target}.{kind}.xz" for kind in kinds)
 
 
 _SINCE_AMPERE = ("sm_80", "sm_90", "sm_100", "sm_120")
@@ -202,26 +201,9 @@ def compile_kernel(source: str, target: str, root: Path = ROOT) -> tuple[bytes, 
         if status or remarks:
             remarks = _with_source_lines(remarks, output("PTX").rstrip(b"\0").decode())
             raise BuildError(f"{source} for {target}:\n{remarks or library.nvrtcGetErrorString(status).decode()}")
-        return without_ptx(output("CUBIN")), output("PTX").rstrip(b"\0"), log
+        return output("CUBIN"), output("PTX").rstrip(b"\0"), log
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))
-
-
-def without_ptx(cubin: bytes) -> bytes:
-    """The cubin with zeros, which take no room in a wheel, for the PTX that line information brings along.
-
-    The compiler has no option for that, and the PTX is a third of the compressed cubin; it is in a file of its own too.
-    The lines of the source that instructions come from stay.
-    """
-    result = bytearray(cubin)
-    # Of a 64-bit ELF file: where its section headers are, their size, their number, and which one names the others.
-    (table,) = struct.unpack_from("<Q", cubin, 0x28)
-    size, number, names = struct.unpack_from("<3H", cubin, 0x3A)
-    headers = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(number)]
-    for name, _, _, _, offset, length in headers:
-        if cubin[headers[names][4] + name :].partition(b"\0")[0].endswith(b".nv_debug_ptx_txt"):
-            result[offset : offset + length] = bytes(length)
-    return bytes(result)
 
 
 def _with_source_lines(remarks: str, ptx: str) -> str:
@@ -432,12 +414,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             cubin, ptx, entries = build(kernel, target)
             stem = f"{kernel.name}.{target}"
             # One of an earlier build must not stay.
-            for earlier in ("ptx", "ptx.xz"):
-                (folder / f"{stem}.{earlier}").unlink(missing_ok=True)
+            (folder / f"{stem}.ptx.xz").unlink(missing_ok=True)
             for name, contents in zip(kernel.files(target), (cubin, ptx), strict=False):
-                (folder / name).write_bytes(lzma.compress(contents) if name.endswith(".xz") else contents)
+                (folder / name).write_bytes(lzma.compress(contents))
             if options.depfiles:
-                (folder / f"{stem}.d").write_text(depfile(folder / f"{stem}.cubin", kernel))
+                (folder / f"{stem}.d").write_text(depfile(folder / kernel.files(target)[0], kernel))
             print(table(kernel, target, entries))
             if options.loops:
                 for name, entry in entries.items():

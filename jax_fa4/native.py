@@ -5,7 +5,6 @@ cannot. Whoever lowers an FFI call to one of its targets calls `register` first.
 """
 
 import functools
-import lzma
 import threading
 from pathlib import Path
 from types import ModuleType
@@ -30,11 +29,11 @@ def extension() -> ModuleType:
 
 @functools.cache
 def emulator() -> ModuleType:
-    """The extension module, ready to emulate: with the tables of the hardware's approximate functions, and the PTX.
+    """The extension module, ready to emulate: with the tables of the hardware's approximate functions loaded.
 
     Raises:
         ImportError: as `register`.
-        RuntimeError: this CPU cannot run the emulator, or its files are missing or damaged.
+        RuntimeError: this CPU cannot run the emulator, or the tables are missing or damaged.
     """
     module = extension()
     if not module.emulator_runs_here():
@@ -44,11 +43,6 @@ def emulator() -> ModuleType:
         module.emulator_load_tables((tables / "ex2.gz").read_bytes(), (tables / "rcp.gz").read_bytes())
     except (OSError, ValueError) as error:
         raise RuntimeError(f"The emulator's tables in {tables} cannot be used: {error}") from error
-    for file in kernel_directory().glob("*.ptx.xz"):
-        try:
-            module.set_unpacked(str(file), lzma.decompress(file.read_bytes()))
-        except (OSError, lzma.LZMAError) as error:
-            raise RuntimeError(f"The kernel file {file} cannot be used: {error}") from error
     return module
 
 
@@ -61,8 +55,13 @@ def kernel_directory() -> Path:
 
 def ptx(name: str) -> str:
     """The PTX of one of the package's kernel files, such as "sm90_forward.sm_90a"."""
-    file = kernel_directory() / f"{name}.ptx"
-    return file.read_text() if file.exists() else lzma.decompress(Path(f"{file}.xz").read_bytes()).decode()
+    return _unpacked((kernel_directory() / f"{name}.ptx.xz").read_bytes()).decode()
+
+
+def _unpacked(packed: bytes) -> bytes:
+    import lzma  # not every Python is built with it, and only kernels need it
+
+    return lzma.decompress(packed)
 
 
 @functools.cache
@@ -99,6 +98,7 @@ def register() -> None:
                 "start Python in a directory other than the source tree."
             ) from error
         extension.set_kernel_directory(str(kernel_directory()))
+        extension.set_unpack(_unpacked)
         for platform, targets in extension.registrations().items():
             for name, handler in targets.items():
                 _register(name, handler, platform)

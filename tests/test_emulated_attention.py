@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import lzma
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -185,7 +186,7 @@ def test_the_memory_of_traces_is_bounded(tmp_path: Path) -> None:
       }"""
     include = f"-I{Path(__file__).parents[1]}"
     ptx = compile_ptx(source, "sm_80", (include, "--device-as-default-execution-space"))
-    (tmp_path / "sm80_forward.sm_80.ptx").write_text(ptx)
+    (tmp_path / "sm80_forward.sm_80.ptx.xz").write_bytes(lzma.compress(ptx.encode()))
     arrays = operands(SIZES, "float32", np.random.default_rng(0))
     call = functools.partial(attention, **arrays, implementation="emulated")
     try:

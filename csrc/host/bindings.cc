@@ -108,13 +108,23 @@ void AddHostBindings(nb::module_& m) {
         nb::arg("path"),
         "Says where the kernel files are.");
   m.def(
-      "set_unpacked",
-      [](std::string path, nb::bytes contents) {
-        SetUnpacked(std::move(path), std::string(contents.c_str(), contents.size()));
+      "set_unpack",
+      [](const nb::callable& unpack) {
+        // Never destroyed: calls may still run when the interpreter is gone.
+        const nb::callable& kept = *new nb::callable(unpack);
+        SetUnpack([&kept](const std::string& packed) {
+          const nb::gil_scoped_acquire gil;
+          try {
+            const auto contents =
+                nb::cast<nb::bytes>(kept(nb::bytes(packed.data(), packed.size())));
+            return std::string(contents.c_str(), contents.size());
+          } catch (const nb::python_error& error) {
+            throw std::runtime_error(nb::str(error.value()).c_str());
+          }
+        });
       },
-      nb::arg("path"),
-      nb::arg("contents"),
-      "Brings what is in a kernel file that is packed, which only the emulator reads.");
+      nb::arg("unpack"),
+      "Says what unpacks kernel files: a function from bytes to bytes.");
   m.def("kernel_builds", &KernelBuilds, "Returns [(module, target)] of all kernels in there.");
   m.def(
       "kernel_file",

@@ -1,14 +1,10 @@
 #include "csrc/host/kernel_files.h"
 
-#include <elf.h>
-
 #include <algorithm>
 #include <charconv>
 #include <cstdint>
-#include <cstring>
 #include <filesystem>
 #include <fstream>
-#include <map>
 #include <mutex>
 #include <optional>
 #include <set>
@@ -54,36 +50,12 @@ struct Directory {
 // Never destroyed: calls may still run on other threads when the process ends.
 std::mutex directory_mutex;
 Directory& directory = *new Directory;
-std::map<std::string, std::string>& unpacked = *new std::map<std::string, std::string>;
+Unpack& unpack = *new Unpack;
 
 std::vector<KernelFile> Files(std::string* path = nullptr) {
   const std::lock_guard lock(directory_mutex);
   if (path != nullptr) *path = directory.path;
   return directory.files;
-}
-
-constexpr std::string_view kPacked = ".xz";
-
-// Whether an ELF file of 64 bits has all that its header tells of. The tables of segments and
-// sections are the last things in it.
-bool IsWhole(const std::string& cubin) {
-  Elf64_Ehdr header;
-  if (cubin.size() < sizeof(header)) return false;
-  std::memcpy(&header, cubin.data(), sizeof(header));
-  const auto holds = [&](uint64_t offset, uint64_t bytes) {
-    return offset <= cubin.size() && bytes <= cubin.size() - offset;
-  };
-  return std::memcmp(header.e_ident, ELFMAG, SELFMAG) == 0 &&
-         holds(header.e_phoff, uint64_t{header.e_phnum} * header.e_phentsize) &&
-         holds(header.e_shoff, uint64_t{header.e_shnum} * header.e_shentsize);
-}
-
-// Whether a file in the format of xz has its beginning and its end.
-bool IsWholePack(const std::string& file) {
-  return file.starts_with(std::string_view("\xFD"
-                                           "7zXZ\0",
-                                           6)) &&
-         file.ends_with("YZ");
 }
 
 // By the rules in the header: 1 to 3 among cubins, or with `only_ptx` among PTX files, then 4.
@@ -126,31 +98,16 @@ KernelFile Choose(const std::string& module, int major, int minor, bool only_ptx
                            ", none of which a GPU of " + gpu + " can run.");
 }
 
-[[noreturn]] void Fail(const KernelFile& file, const std::string& what) {
-  throw std::runtime_error("the kernel file " + file.path + " " + what + ".");
-}
-
-std::string ReadAsItIs(const KernelFile& file) {
-  std::ostringstream stream_of_contents;
-  std::ifstream stream(file.path, std::ios::binary);
-  if (!stream || !(stream_of_contents << stream.rdbuf())) Fail(file, "cannot be read, or is empty");
-  std::string contents = std::move(stream_of_contents).str();
-  if (!file.is_ptx && !IsWhole(contents)) Fail(file, "is not a whole cubin");
-  if (file.path.ends_with(kPacked) && !IsWholePack(contents)) Fail(file, "is not a whole xz file");
-  return contents;
-}
-
 }  // namespace
 
 void SetKernelDirectory(std::string path) {
   Directory found;
   std::error_code error;
   for (const auto& entry : std::filesystem::directory_iterator(path, error)) {
-    std::filesystem::path name = entry.path().filename();
-    const bool is_packed = name.extension() == kPacked;
-    if (is_packed) name = name.stem();
+    if (entry.path().extension() != ".xz") continue;
+    const std::filesystem::path name = entry.path().stem();
     const std::string extension = name.extension().string();
-    if (extension != ".ptx" && (is_packed || extension != ".cubin")) continue;
+    if (extension != ".cubin" && extension != ".ptx") continue;
     const std::string target = name.stem().extension().string();  // with the dot before it
     if (target.empty() || !ParseTarget(std::string_view(target).substr(1))) continue;
     found.files.push_back({entry.path().string(),
@@ -180,24 +137,35 @@ KernelFile FileForEmulator(const std::string& module, int major, int minor) {
   return Choose(module, major, minor, true);
 }
 
-void SetUnpacked(std::string path, std::string contents) {
+void SetUnpack(Unpack set) {
   const std::lock_guard lock(directory_mutex);
-  unpacked[std::move(path)] = std::move(contents);
+  unpack = std::move(set);
 }
 
 std::string Read(const KernelFile& file) {
-  if (!file.path.ends_with(kPacked)) return ReadAsItIs(file);
-  const std::lock_guard lock(directory_mutex);
-  const auto found = unpacked.find(file.path);
-  if (found == unpacked.end()) Fail(file, "has not been unpacked");
-  return found->second;
+  const std::string name = "the kernel file " + file.path;
+  std::ostringstream packed;
+  std::ifstream stream(file.path, std::ios::binary);
+  if (!stream || !(packed << stream.rdbuf())) {
+    throw std::runtime_error(name + " cannot be read, or is empty.");
+  }
+  Unpack unpack_now;
+  {
+    const std::lock_guard lock(directory_mutex);
+    unpack_now = unpack;
+  }
+  try {
+    return unpack_now(std::move(packed).str());
+  } catch (const std::runtime_error& error) {
+    throw std::runtime_error(name + " cannot be unpacked: " + error.what() + ".");
+  }
 }
 
 std::vector<std::string> KernelFaults() {
   std::vector<std::string> faults;
   for (const KernelFile& file : Files()) {
     try {
-      ReadAsItIs(file);
+      Read(file);
     } catch (const std::runtime_error& error) {
       faults.push_back(error.what());
     }

@@ -1,10 +1,11 @@
-// The kernels that were built: in one directory files NAME.TARGET.cubin and, of some targets only,
-// NAME.TARGET.ptx from the same compilation, where TARGET is what NVRTC compiled for ("sm_80",
-// "sm_90a", "sm_100f"). PTX may be packed, NAME.TARGET.ptx.xz: then somebody else has to unpack it.
+// The kernels that were built: in one directory files NAME.TARGET.cubin.xz and, of some targets
+// only, NAME.TARGET.ptx.xz from the same compilation, where TARGET is what NVRTC compiled for
+// ("sm_80", "sm_90a", "sm_100f").
 
 #ifndef JAX_FA4_CSRC_HOST_KERNEL_FILES_H_
 #define JAX_FA4_CSRC_HOST_KERNEL_FILES_H_
 
+#include <functional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -14,6 +15,11 @@ namespace jax_fa4 {
 
 // Where the files are. It is set once, before any call runs; until then nothing is built.
 void SetKernelDirectory(std::string path);
+
+// What unpacks a file. It throws std::runtime_error, with the reason, if it cannot, and is called
+// from any thread. It is set before any file is read.
+using Unpack = std::function<std::string(const std::string&)>;
+void SetUnpack(Unpack unpack);
 
 // Name and target of every build, in the order of names.
 std::vector<std::pair<std::string, std::string>> KernelBuilds();
@@ -38,12 +44,7 @@ KernelFile FileForGpu(const std::string& module, int major, int minor);
 // The same choice among PTX files only, which the emulator runs.
 KernelFile FileForEmulator(const std::string& module, int major, int minor);
 
-// Brings the contents of a packed file, for Read.
-void SetUnpacked(std::string path, std::string contents);
-
-// Its contents. Throws std::runtime_error, with a sentence, if the file cannot be read or is only
-// the beginning of a cubin: the driver is told where a cubin is and not how long, and would read on
-// behind it.
+// Its contents. Throws std::runtime_error, with a sentence, if it cannot be read or unpacked.
 std::string Read(const KernelFile& file);
 
 // What Read throws of any file, as sentences.
