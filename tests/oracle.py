@@ -430,16 +430,22 @@ def _lse_of_truncated_products(call: _Call) -> np.ndarray:
     q, k = (np.moveaxis(x.astype(np.float64), 2, 1) for x in (call.query, call.key))
     k = np.repeat(k, heads // k.shape[1], 1)
 
-    def truncate(x: np.ndarray, quantum: np.ndarray) -> np.ndarray:
-        return np.trunc(x / quantum) * quantum
+    def truncate(x: np.ndarray, largest: np.ndarray, bits: int) -> np.ndarray:
+        """In place, as these arrays are large."""
+        quantum = np.ldexp(1.0, np.frexp(largest)[1] - bits)
+        x /= quantum
+        np.trunc(x, out=x)
+        x *= quantum
+        return x
 
     total = np.zeros((*q.shape[:3], k.shape[2]))
+    terms = np.empty((17, *total.shape))
     for step in range(0, q.shape[3], 16):
-        terms = q[:, :, :, None, step : step + 16] * k[:, :, None, :, step : step + 16]
-        terms = np.concatenate([total[..., None], terms], -1)
-        largest = np.frexp(abs(terms).max(-1))[1]
-        total = truncate(terms, np.ldexp(1.0, largest - 26)[..., None]).sum(-1)
-        total = truncate(total, np.ldexp(1.0, np.frexp(total)[1] - 24))
+        terms[0], terms[1:] = total, 0
+        for term, i in zip(terms[1:], range(step, q.shape[3]), strict=False):
+            np.multiply(q[..., i, None], k[..., None, :, i], out=term)
+        total = truncate(terms, np.maximum(terms.max(0), -terms.min(0)), 26).sum(0)
+        total = truncate(total, total, 24)
     logits = total * np.float64(call.scale)
     if call.softcap is not None:
         logits = call.softcap * np.tanh(logits / call.softcap)
