@@ -20,7 +20,7 @@ import pytest
 from cases import KINDS, Sizes, operands
 from hypothesis import given
 from hypothesis import strategies as st
-from suite import MASKS, AttentionSuite, label, masked, pairwise, planted
+from suite import MASKS, AttentionSuite, label, masked, pairwise, planted, quick_first
 from test_emulated_attention import MAPPED
 
 from jax_fa4 import attention, emulated
@@ -190,7 +190,7 @@ class ForwardSuite:
         for choice in ({}, {"is_causal": True, "query_offset": "end"}):
             self.check_masks(choice, Sizes(1, 130, 200, 1, 1, *widths))
 
-    @pytest.mark.parametrize("choice", list(pairwise(SPARSE)), ids=label)
+    @pytest.mark.parametrize("choice", quick_first(pairwise(SPARSE), pytest.mark.slow), ids=label)
     def test_masks(self, choice: Mapping[str, Any]) -> None:
         self.check_masks(choice)
 
@@ -199,7 +199,7 @@ class ForwardSuite:
     def test_masks_at_every_width(self, choice: Mapping[str, Any], compiled: Widths) -> None:
         self.check_masks(choice, SIZES._replace(width=compiled[0], value_width=compiled[1]), seed=1, sm_count=3)
 
-    @pytest.mark.parametrize("poison", [np.nan, np.inf])
+    @pytest.mark.parametrize("poison", [np.nan, pytest.param(np.inf, marks=pytest.mark.slow)])
     @pytest.mark.parametrize("choice", POISONED, ids=label)
     def test_unseen_values_do_not_matter(self, choice: Mapping[str, Any], poison: float) -> None:
         """What lies in a block and outside of the hull is multiplied by probabilities of 0."""
@@ -395,7 +395,10 @@ class ForwardSuite:
 
     @pytest.mark.parametrize(
         ("name", "value"),
-        [("query", np.nan), ("query", np.inf), *itertools.product(("key", "value"), (np.nan, np.inf, -np.inf))],
+        [
+            *itertools.product(("query", "key", "value"), (np.nan, np.inf)),
+            *(pytest.param(x, -np.inf, marks=pytest.mark.slow) for x in ("key", "value")),
+        ],
     )
     @pytest.mark.parametrize("choice", [{}, {"is_causal": True, "query_offset": "end"}, {"softcap": 3.0}], ids=label)
     def test_what_is_visible_shows(self, choice: Mapping[str, Any], name: str, value: float) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,11 @@ MASKS: Levels = {
     "softcap": (None, 2.0),
     "sinks": (None, "some"),
 }
+# Of different widths and masks.
+QUICK_CASES = ("bert_base", "vit_large", "deepseek_v3", "gpt_oss_20b_global", "llama4_chunked", "speculative_decode")
+# Of others, these repeat most.
+REPEATED = ("llama3_70b", "qwen3_30b_a3b", "gemma2_9b_global", "gemma3_27b_local")
+
 # What `slow` tests combine in full: of each feature the option that hides most.
 EXHAUSTIVE: Levels = {
     "is_causal": (False, True),
@@ -75,6 +80,21 @@ def pairwise(levels: Levels) -> Iterator[dict[str, Any]]:
         best = max(trials, key=lambda trial: len(pairs(trial) & missing))
         missing -= pairs(best)
         yield {name: options[i] for (name, options), i in zip(levels.items(), best, strict=True)}
+
+
+def marked(mark: pytest.MarkDecorator, *values: Any) -> list[Any]:
+    """Values of a test's parameter that have a mark."""
+    return [pytest.param(value, marks=mark) for value in values]
+
+
+def quick_first(choices: Iterable[Mapping[str, Any]], mark: pytest.MarkDecorator) -> list[Any]:
+    """Parameters of a test: a choice that brings no option that those before it lack gets the mark."""
+    seen: set[tuple[str, Any]] = set()
+    parameters = []
+    for choice in choices:
+        parameters.append(pytest.param(choice, marks=[mark] if choice.items() <= seen else []))
+        seen |= choice.items()
+    return parameters
 
 
 def exhaustive(levels: Levels) -> Iterator[dict[str, Any]]:
@@ -160,15 +180,19 @@ class AttentionSuite:
       implementation: its name.
       dtypes: those it supports; of others the suite expects a refusal.
       dtype: that of the tests that are about something else.
+      sizes: those of most tests: several query blocks and key blocks, the last of each partial.
       dense: whether it supports `mask` and `bias`; if not, the suite expects a refusal.
       truncates: see `oracle.expect`.
+      quick_has_more: whether the quick suite has the tests that are marked `more`.
     """
 
     implementation: str
     dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32", "float64")
     dtype: str = "float32"
+    sizes: Sizes = SIZES
     dense: bool = True
     truncates: bool = False
+    quick_has_more: bool = True
 
     def possible(self, choice: Mapping[str, Any]) -> Mapping[str, Any]:
         """A choice among `MASKS` without what is always refused, and would keep the rest of it from being tested."""
@@ -200,11 +224,20 @@ class AttentionSuite:
             got = run(self.implementation, arguments, dout, dlse)
             oracle.check(got, oracle.expect(arguments, dout, dlse, truncates=self.truncates))
 
-    def check_masks(self, choice: Mapping[str, Any], sizes: Sizes = SIZES, **options: Any) -> None:
+    def check_masks(self, choice: Mapping[str, Any], sizes: Sizes | None = None, **options: Any) -> None:
         rng = np.random.default_rng(1)
+        sizes = sizes or self.sizes
         self.check(operands(sizes, self.dtype, rng) | masked(sizes, choice, rng), **options)
 
-    @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+    @pytest.mark.parametrize(
+        "case",
+        [
+            *(x for x in CASES if x.name in QUICK_CASES),
+            *marked(pytest.mark.slow, *(x for x in CASES if x.name in REPEATED)),
+            *marked(pytest.mark.more, *(x for x in CASES if x.name not in QUICK_CASES + REPEATED)),
+        ],
+        ids=lambda case: case.name,
+    )
     def test_case(self, case: Case) -> None:
         self.check(case.arguments(case.small_sizes(), self.dtype))
 
@@ -214,7 +247,7 @@ class AttentionSuite:
     def test_case_in_dtype(self, case: Case, dtype: str) -> None:
         self.check(case.arguments(case.small_sizes(), dtype))
 
-    @pytest.mark.parametrize("choice", list(pairwise(MASKS)), ids=label)
+    @pytest.mark.parametrize("choice", quick_first(pairwise(MASKS), pytest.mark.more), ids=label)
     def test_masks(self, choice: Mapping[str, Any]) -> None:
         self.check_masks(self.possible(choice))
 
@@ -227,7 +260,7 @@ class AttentionSuite:
     def test_dtype(self, dtype: str) -> None:
         some = self.possible(dict.fromkeys(("key_value_seq_lengths", "bias", "sinks"), "some"))
         rng = np.random.default_rng(2)
-        sizes = SIZES._replace(value_width=16)
+        sizes = self.sizes._replace(value_width=16)
         arguments = operands(sizes, dtype, rng) | masked(sizes, some | {"left": 60, "right": 60, "softcap": 3.0}, rng)
         self.check(arguments | {"scale": np.float32(0.4)})
 
@@ -260,22 +293,23 @@ class AttentionSuite:
         self.check_masks({"is_causal": True, "left": 100, "right": None, "query_offset": "end"}, sizes)
 
     @pytest.mark.parametrize(
-        ("rows", "keys"),
-        [(255, 257), (256, 256), (511, 512), (513, 511), (1000, 1025), (1, 2049)],
+        "lengths",
+        [(255, 257), (513, 511), *marked(pytest.mark.more, (256, 256), (511, 512), (1000, 1025), (1, 2049))],
+        ids=str,
     )
-    def test_block_boundary(self, rows: int, keys: int) -> None:
-        sizes = Sizes(1, rows, keys, 1, 1, 8, 8)
+    def test_block_boundary(self, lengths: tuple[int, int]) -> None:
+        sizes = Sizes(1, *lengths, 1, 1, 8, 8)
         self.check_masks({"left": 100, "right": 1, "query_offset": "end"}, sizes)
 
     def test_unbatched(self) -> None:
-        arguments = operands(SIZES._replace(batch=1), self.dtype, np.random.default_rng(3))
+        arguments = operands(self.sizes._replace(batch=1), self.dtype, np.random.default_rng(3))
         self.check({name: x[0] for name, x in arguments.items()} | {"local_window_size": 30, "query_offset": "end"})
 
     def test_segments_in_any_order(self) -> None:
         """Keys in segment order 0, 1, 2, rows in order 2, 0, 1: the rows that see a key block are not contiguous."""
-        arguments = operands(SIZES, self.dtype, np.random.default_rng(4))
-        query_ids = np.repeat(np.array([[2, 0, 1], [7, -5, 9]], np.int32), SIZES.rows // 3, 1)
-        key_ids = np.repeat(np.array([[0, 1, 2], [-5, 7, 8]], np.int32), SIZES.keys // 3, 1)
+        arguments = operands(self.sizes, self.dtype, np.random.default_rng(4))
+        query_ids = np.repeat(np.array([[2, 0, 1], [7, -5, 9]], np.int32), self.sizes.rows // 3, 1)
+        key_ids = np.repeat(np.array([[0, 1, 2], [-5, 7, 8]], np.int32), self.sizes.keys // 3, 1)
         self.check(arguments | {"query_segment_ids": query_ids, "key_value_segment_ids": key_ids})
 
     def test_row_bounds_in_any_order(self) -> None:
@@ -295,11 +329,11 @@ class AttentionSuite:
     def test_positions_beyond_int32(self) -> None:
         """Offsets, windows, lengths and bounds at the ends of int32: sums of them must not wrap around."""
         low, high = np.iinfo(np.int32).min, np.iinfo(np.int32).max
-        arguments = operands(SIZES, self.dtype, np.random.default_rng(16))
+        arguments = operands(self.sizes, self.dtype, np.random.default_rng(16))
         arguments |= {"query_offset": np.array([high, low], np.int32), "local_window_size": (high - 100, 2**40)}
         arguments |= {"query_seq_lengths": np.array([high, 100], np.int32)}
         arguments |= {"key_value_seq_lengths": np.array([high, low], np.int32)}
-        bounds = np.full((2, SIZES.rows), low, np.int32), np.full((2, SIZES.rows), high, np.int32)
+        bounds = tuple(np.full((2, self.sizes.rows), x, np.int32) for x in (low, high))
         self.check(arguments | {"row_bounds": bounds})
         self.check(arguments | {"query_offset": np.array([100, low + 50], np.int32)})
 
@@ -314,7 +348,7 @@ class AttentionSuite:
         self.check(arguments)
         self.check(arguments, poison=np.nan)
 
-    @pytest.mark.parametrize("poison", [np.nan, np.inf])
+    @pytest.mark.parametrize("poison", [np.nan, *marked(pytest.mark.slow, np.inf)])
     @pytest.mark.parametrize(
         "choice",
         [
@@ -329,16 +363,23 @@ class AttentionSuite:
     def test_unseen_values_do_not_matter(self, choice: Mapping[str, Any], poison: float) -> None:
         self.check_masks(self.possible(choice), poison=poison)
 
-    @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def sizes_of_data(self) -> Sizes:
+        """The length is 64 modulo 128, where a peer's gradients were NaN."""
+        length = self.sizes.keys // 128 * 128 + 64
+        return Sizes(2, length, length, 2, 1, 64, 64)
+
+    @pytest.mark.parametrize(
+        "kind", [pytest.param(x, marks=[pytest.mark.more] if x in ("gaussian", "zeros") else []) for x in KINDS]
+    )
+    @pytest.mark.parametrize("dtype", ["float32", *marked(pytest.mark.more, "bfloat16")])
     def test_data(self, kind: str, dtype: str) -> None:
-        """As trained models make it. The length is 64 modulo 128, where a peer's gradients were NaN."""
-        sizes = Sizes(2, 320, 320, 2, 1, 64, 64)
+        """As trained models make it."""
+        sizes = self.sizes_of_data()
         self.check(operands(sizes, dtype, np.random.default_rng(7), kind) | {"is_causal": True})
 
     @pytest.mark.parametrize("kind", ["outliers", "huge_logits", "near_constant"])
     def test_data_under_a_soft_cap(self, kind: str) -> None:
-        sizes = Sizes(2, 320, 320, 2, 1, 64, 64)
+        sizes = self.sizes_of_data()
         self.check(operands(sizes, self.dtype, np.random.default_rng(8), kind) | {"softcap": 20.0})
 
     @pytest.mark.parametrize("softcap", [1e-37, 1e30, 1e37])
@@ -349,27 +390,20 @@ class AttentionSuite:
 
     def test_head_width_256(self) -> None:
         """On data with outliers, where a peer's query gradients were wrong for every batch element but the first."""
-        sizes = Sizes(2, 200, 200, 2, 2, 256, 256)
+        sizes = Sizes(2, 100, 100, 2, 2, 256, 256)
         self.check(operands(sizes, self.dtype, np.random.default_rng(9), "outliers"))
 
     @pytest.mark.parametrize("scale", [0, -0.7, np.float32(0), np.float32(-0.7), np.ones(1, np.float16)], ids=repr)
     def test_scale(self, scale: Any) -> None:
         """Python numbers are static, arrays are traced and differentiated."""
-        sizes = SIZES._replace(batch=1)
+        sizes = self.sizes._replace(batch=1)
         self.check(operands(sizes, self.dtype, np.random.default_rng(10)) | {"is_causal": True, "scale": scale})
 
     @pytest.mark.parametrize(
         "shape",
         [
-            (),
-            (300,),
-            (4, 270, 1),
-            (2, 1, 1, 1),
-            (2, 1, 1, 300),
-            (1, 1, 270, 300),
-            (2, 4, 1, 300),
-            (2, 4, 270, 1),
-            (2, 4, 270, 300),
+            *((), (4, 270, 1), (2, 1, 1, 300), (2, 4, 270, 300)),
+            *marked(pytest.mark.slow, (300,), (2, 1, 1, 1), (1, 1, 270, 300), (2, 4, 1, 300), (2, 4, 270, 1)),
         ],
         ids=str,
     )
@@ -379,12 +413,16 @@ class AttentionSuite:
         lengths = np.array([300, 200], np.int32)
         self.check(operands(SIZES, self.dtype, rng) | {"bias": bias, "key_value_seq_lengths": lengths})
 
-    @pytest.mark.parametrize("shape", [(), (300,), (270, 1), (2, 1, 1, 300), (1, 4, 270, 300)], ids=str)
+    @pytest.mark.parametrize(
+        "shape", [(2, 1, 1, 300), (1, 4, 270, 300), *marked(pytest.mark.slow, (), (300,), (270, 1))], ids=str
+    )
     def test_mask_shape(self, shape: tuple[int, ...]) -> None:
         rng = np.random.default_rng(12)
         self.check(operands(SIZES, self.dtype, rng) | {"mask": rng.random(shape) < 0.5, "is_causal": True})
 
-    @pytest.mark.parametrize("constant", [100, 1e4, -1e4, -65504, 1e6, -1e9, np.finfo(np.float32).min])
+    @pytest.mark.parametrize(
+        "constant", [-1e4, 1e6, np.finfo(np.float32).min, *marked(pytest.mark.slow, 100, 1e4, -65504, -1e9)]
+    )
     def test_bias_of_one_large_number(self, constant: float) -> None:
         """Additive padding masks hide whole rows so, and an lse of this size has lost the logarithm of the row's sum.
 
@@ -403,7 +441,7 @@ class AttentionSuite:
     def test_sinks(self) -> None:
         """Sinks of -inf take no part, huge ones take nearly everything; rows that see nothing stay zero."""
         sinks = np.array([-np.inf, -3, 0.5, 40], np.float32)
-        arguments = operands(SIZES, self.dtype, np.random.default_rng(14))
+        arguments = operands(self.sizes, self.dtype, np.random.default_rng(14))
         self.check(arguments | {"sinks": sinks, "is_causal": True, "query_offset": -20})
 
     @given(st.data())

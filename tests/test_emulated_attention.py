@@ -14,28 +14,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES, Case, Sizes, operands
+import suite
+from cases import Sizes, operands
 from nvrtc import compile_ptx
 from suite import AttentionSuite, masked
 
 from jax_fa4 import CHECKPOINT_NAMES, attention, emulated, native, why_not
 
-# The others take long.
-QUICK_CASES = ("bert_base", "vit_large", "deepseek_v3", "gpt_oss_20b_global", "llama4_chunked", "speculative_decode")
-
 
 class TestEmulated(AttentionSuite):
     implementation = "emulated"
     dtypes = ("float16", "bfloat16", "float32")
+    sizes = suite.SIZES._replace(rows=135, keys=150)  # blocks of 64
     dense = False
-
-    @pytest.mark.parametrize(
-        "case",
-        [pytest.param(x, marks=[] if x.name in QUICK_CASES else [pytest.mark.slow]) for x in CASES],
-        ids=lambda case: case.name,
-    )
-    def test_case(self, case: Case) -> None:
-        super().test_case(case)
+    quick_has_more = False
 
 
 SIZES = Sizes(batch=2, rows=70, keys=90, heads=4, kv_heads=2, width=8, value_width=12)

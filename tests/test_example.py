@@ -186,6 +186,16 @@ def test_checkpoint_round_trip(tmp_path, rows):
 
 
 def test_main_writes_figures_plot_and_checkpoint(tmp_path, monkeypatch, capsys):
+    @dataclasses.dataclass(frozen=True)
+    class Small(example.Config):
+        layers: int = 1
+        width: int = 32
+        hidden_width: int = 64
+        length: int = 64
+
+    files = [some[:20] for some in example.library_files()]
+    monkeypatch.setattr(example, "Config", Small)
+    monkeypatch.setattr(example, "library_files", lambda: files)
     out = tmp_path / "new" / "run"
     monkeypatch.setattr(sys, "argv", ["train_transformer.py", "--steps", "2", "--seed", "3", "--out", str(out)])
     example.main()

@@ -17,10 +17,10 @@ from jax import Array
 
 from jax_fa4 import attention
 
-IMPLEMENTATIONS = ("tiled", "reference")
 Arguments = dict[str, Any]
 
-pytestmark = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+# In the reference, which is plain JAX, few of these faults can be.
+pytestmark = pytest.mark.parametrize("implementation", ["tiled", pytest.param("reference", marks=pytest.mark.slow)])
 
 
 def normal(*shape: int, seed: int = 0, dtype: Any = np.float32) -> np.ndarray:

@@ -5,3 +5,4 @@ from suite import AttentionSuite
 
 class TestReference(AttentionSuite):
     implementation = "reference"
+    quick_has_more = False

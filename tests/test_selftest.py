@@ -233,11 +233,13 @@ TRANSFORMED = {
 
 @pytest.mark.usefixtures("forward_alone")
 @pytest.mark.parametrize(
-    "name",
+    ("name", "faulty"),
     # Whoever looks for leaks traces everything anew.
-    [pytest.param(name, marks=[] if name in ("jit", "vmap", "scan") else [pytest.mark.slow]) for name in TRANSFORMED],
+    [
+        pytest.param(*x, marks=[] if x in (("scan", False), ("vmap", True)) else [pytest.mark.slow])
+        for x in itertools.product(TRANSFORMED, (False, True))
+    ],
 )
-@pytest.mark.parametrize("faulty", [False, True])
 def test_inside_of_transformations(name: str, faulty: bool, runs: Runs) -> None:
     """The test computes with arrays of its own, whatever is being traced, and leaves no tracer behind."""
     if faulty:
