@@ -173,7 +173,7 @@ def _print_installation() -> Iterator[str]:
         where = f"on GPUs of compute capability {gpus}" if gpus else "on no GPU yet"
         print(f"{'' if i else 'seen:':10} {kernel} {where}")
     missing = " and ".join(kernels for kernels in cuda.KERNELS if kernels not in builds)
-    for fault in (*([f"the kernels {missing} are missing."] if missing else []), *extension.kernel_faults()):
+    for fault in (*([f"the kernels {missing} are missing."] if missing else []), *native.kernel_faults()):
         yield f"Reinstall jax_fa4, from a wheel or with `pip install .` in its source tree: {fault}"
 
 

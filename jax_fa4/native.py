@@ -4,8 +4,11 @@ Importing this module loads nothing, because the pure-JAX implementations must w
 cannot. Whoever lowers an FFI call to one of its targets calls `register` first.
 """
 
+import contextlib
 import functools
+import itertools
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,7 +36,7 @@ def emulator() -> ModuleType:
 
     Raises:
         ImportError: as `register`.
-        RuntimeError: this CPU cannot run the emulator, or the tables are missing or damaged.
+        RuntimeError: this CPU cannot run the emulator, or its files are missing or damaged.
     """
     module = extension()
     if not module.emulator_runs_here():
@@ -43,6 +46,7 @@ def emulator() -> ModuleType:
         module.emulator_load_tables((tables / "ex2.gz").read_bytes(), (tables / "rcp.gz").read_bytes())
     except (OSError, ValueError) as error:
         raise RuntimeError(f"The emulator's tables in {tables} cannot be used: {error}") from error
+    unpack(kernel_directory().glob("*.ptx.xz"))
     return module
 
 
@@ -55,13 +59,58 @@ def kernel_directory() -> Path:
 
 def ptx(name: str) -> str:
     """The PTX of one of the package's kernel files, such as "sm90_forward.sm_90a"."""
-    return _unpacked((kernel_directory() / f"{name}.ptx.xz").read_bytes()).decode()
+    return _contents(kernel_directory() / f"{name}.ptx.xz").decode()
 
 
-def _unpacked(packed: bytes) -> bytes:
-    import lzma  # not every Python is built with it, and only kernels need it
+def kernel_faults() -> list[str]:
+    """A sentence for each of the package's kernel files that cannot be used."""
+    faults = []
+    for file in sorted(kernel_directory().glob("*.xz")):
+        try:
+            _contents(file)
+        except RuntimeError as error:
+            faults.append(str(error))
+    return faults
 
-    return lzma.decompress(packed)
+
+def unpack(files: Iterable[Path]) -> None:
+    """Hands the extension what is in kernel files, before calls that use them run.
+
+    Raises:
+        RuntimeError: one cannot be used.
+    """
+    import jax_fa4._native as module
+
+    for file in files:
+        module.set_unpacked(str(file), _contents(file))
+
+
+def _contents(file: Path) -> bytes:
+    try:
+        import lzma  # not every Python is built with it, and only kernels need it
+    except ImportError as error:
+        raise RuntimeError(f"The kernel file {file} cannot be unpacked: {error}.") from error
+    try:
+        return lzma.decompress(file.read_bytes())
+    except (OSError, lzma.LZMAError) as error:
+        raise RuntimeError(f"The kernel file {file} cannot be used: {error}") from error
+
+
+def _files_for_gpus() -> set[Path]:
+    """What the kernels' calls load on the GPUs of this process."""
+    try:
+        gpus = jax.local_devices(backend="gpu")
+    except RuntimeError:  # there is none
+        return set()
+    import jax_fa4._native as module
+
+    capabilities = {str(getattr(gpu, "compute_capability", "")) for gpu in gpus}
+    files = set()
+    for capability, (name, _) in itertools.product(capabilities, module.kernel_builds()):
+        # Another maker's GPU has none, and some kernels are for some GPUs only.
+        with contextlib.suppress(ValueError, RuntimeError):
+            files.add(Path(module.kernel_file(name, *map(int, capability.split(".")))))
+    return files
 
 
 @functools.cache
@@ -78,7 +127,7 @@ def register() -> None:
     """Registers every FFI target of the extension with JAX, once per process, from any thread.
 
     Raises:
-        ImportError: the extension is not installed, or cannot be loaded on this machine.
+        ImportError: the extension is not installed, or cannot be loaded on this machine, or kernel files are damaged.
     """
     global _registered
     # Held while registering, so that no thread returns before the targets can be called.
@@ -98,7 +147,10 @@ def register() -> None:
                 "start Python in a directory other than the source tree."
             ) from error
         extension.set_kernel_directory(str(kernel_directory()))
-        extension.set_unpack(_unpacked)
+        try:
+            unpack(_files_for_gpus())
+        except RuntimeError as error:
+            raise ImportError(str(error)) from error
         for platform, targets in extension.registrations().items():
             for name, handler in targets.items():
                 _register(name, handler, platform)

@@ -137,12 +137,7 @@ def extension(**answers: Any) -> SimpleNamespace:
     """An extension on a machine with an H200, unless told otherwise."""
     gpu = {"name": "NVIDIA H200", "compute_capability": (9, 0), "memory_bytes": 2**37}
     driver = {"why_not": None, "cuda_version": (13, 0), "gpus": [gpu]} | answers.pop("driver", {})
-    stub = {
-        "ffi_api_version": (0, 3),
-        "cuda_driver_info": driver,
-        "kernel_builds": KERNELS,
-    }
-    stub |= {"kernel_faults": []} | answers
+    stub = {"ffi_api_version": (0, 3), "cuda_driver_info": driver, "kernel_builds": KERNELS} | answers
     functions = {name: (lambda answer=answer: answer) for name, answer in stub.items()}
     return SimpleNamespace(__file__="_native.so", **functions)
 
@@ -155,7 +150,7 @@ def extension(**answers: Any) -> SimpleNamespace:
         ({"kernel_builds": [*KERNELS, ("new_forward", "sm_80")]}, "cpu", "seen:      new_forward on no GPU yet", None),
         ({"kernel_builds": []}, "cpu", "kernels:   none", "sm80_forward and sm80_backward are missing."),
         ({"kernel_builds": [("sm80_forward", "sm_80")]}, "cpu", "sm_80", "the kernels sm80_backward are missing."),
-        ({"kernel_faults": ["the kernel file x is not a whole cubin."]}, "cpu", "sm_80", "x is not a whole cubin."),
+        ({"kernel_faults": ["The kernel file x is damaged."]}, "cpu", "sm_80", "The kernel file x is damaged."),
         ({"driver": {"why_not": "too old."}}, "cpu", "driver:    too old.", None),
         ({"driver": {"why_not": "too old."}}, "gpu", "driver:    too old.", "its driver cannot be used: too old."),
     ],
@@ -170,6 +165,8 @@ def test_the_installation(
 ) -> None:
     device = SimpleNamespace(platform=platform, id=0, device_kind="some")
     monkeypatch.setattr(jax, "devices", lambda: [device])
+    faults = answers.get("kernel_faults", [])
+    monkeypatch.setattr(native, "kernel_faults", lambda: faults)
     monkeypatch.setattr(native, "extension", lambda: extension(**answers))
     problems = list(doctor._print_installation())
     assert printed in capsys.readouterr().out

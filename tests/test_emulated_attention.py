@@ -183,6 +183,7 @@ def test_the_memory_of_traces_is_bounded(tmp_path: Path) -> None:
     call = functools.partial(attention, **arrays, implementation="emulated")
     try:
         native.extension().set_kernel_directory(str(tmp_path))
+        native.unpack(tmp_path.glob("*.xz"))
         with emulated.options(arch="sm_80", trace=True) as run:
             jax.block_until_ready(call())
             (first,) = run.launches

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
@@ -734,6 +735,7 @@ def kernels(tmp_path):
 
     def reread():
         extension.set_kernel_directory(str(tmp_path))
+        native.unpack(x for x in tmp_path.glob("*.xz") if x.stat().st_size)
 
     native.register()
     reread()
@@ -796,28 +798,34 @@ def test_builds_are_listed_and_a_missing_kernel_is_named(kernels):
         extension.kernel_file("c", 8, 0)
 
 
-def test_files_that_are_not_whole_are_named(kernels):
-    directory, reread = kernels
+def test_damaged_files_are_named(tmp_path, monkeypatch):
     whole = lzma.compress(b"a module" * 100)
     broken = bytes([*whole[:40], whole[40] ^ 1, *whole[41:]])
     for i, packed in enumerate((whole, whole[:-1], whole[: len(whole) // 2], whole[1:], broken, b"")):
-        (directory / f"a.sm_8{i}.cubin.xz").write_bytes(packed)
-    (directory / "b.sm_80.ptx.xz").mkdir()
-    reread()
+        (tmp_path / f"a.sm_8{i}.cubin.xz").write_bytes(packed)
+    (tmp_path / "b.sm_80.ptx.xz").mkdir()
+    monkeypatch.setattr(native, "kernel_directory", lambda: tmp_path)
     cut = "Compressed data ended before the end-of-stream marker was reached"
-    assert [x.split("/")[-1] for x in extension.kernel_faults()] == [
-        f"a.sm_81.cubin.xz cannot be unpacked: {cut}.",
-        f"a.sm_82.cubin.xz cannot be unpacked: {cut}.",
-        "a.sm_83.cubin.xz cannot be unpacked: Input format not supported by decoder.",
-        "a.sm_84.cubin.xz cannot be unpacked: Corrupt input data.",
-        "a.sm_85.cubin.xz cannot be read, or is empty.",
-        "b.sm_80.ptx.xz cannot be read, or is empty.",
-    ]
+    wrong = [("a.sm_81.cubin", cut), ("a.sm_82.cubin", cut), ("a.sm_83.cubin", "Input format not supported by decoder")]
+    wrong += [("a.sm_84.cubin", "Corrupt input data"), ("a.sm_85.cubin", cut), ("b.sm_80.ptx", r"\[Errno 21\] .*")]
+    for fault, (name, why) in zip(native.kernel_faults(), wrong, strict=True):
+        assert re.fullmatch(rf"The kernel file {tmp_path}/{name}\.xz cannot be used: {why}", fault)
+    with pytest.raises(RuntimeError, match=r"a\.sm_81\.cubin\.xz cannot be used"):
+        native.unpack(sorted(tmp_path.glob("*.xz")))
 
 
 def test_package_has_whole_files():
+    assert native.kernel_faults() == []
+
+
+def test_what_gpus_load_is_unpacked(monkeypatch):
+    gpus = [SimpleNamespace(compute_capability=x) for x in ("9.0", "9.0", "10.0", "gfx942")]
+    monkeypatch.setattr(jax, "local_devices", lambda backend: gpus)
     native.register()
-    assert extension.kernel_faults() == []
+    names = {file.name for file in native._files_for_gpus()}
+    assert {"sm90_forward.sm_90a.cubin.xz", "sm100_forward.sm_100f.cubin.xz"} <= names
+    assert {"sm80_forward.sm_90.cubin.xz", "sm80_forward.sm_100.cubin.xz"} <= names
+    assert not any(".sm_80." in name or ".sm_120." in name for name in names)
 
 
 # ---- The driver
@@ -1287,6 +1295,7 @@ def test_calls_launch_their_plans(calls_library, check):
 import test_host
 test_host.native.register()
 test_host.extension.set_kernel_directory({str(calls_library)!r})
+test_host.native.unpack(test_host.Path({str(calls_library)!r}).glob("*.xz"))
 test_host.{check.__name__}(test_host.Calls())
 """
     environment = os.environ | {"LD_LIBRARY_PATH": str(calls_library), "PYTHONPATH": os.pathsep.join(sys.path)}

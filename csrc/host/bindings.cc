@@ -108,23 +108,13 @@ void AddHostBindings(nb::module_& m) {
         nb::arg("path"),
         "Says where the kernel files are.");
   m.def(
-      "set_unpack",
-      [](const nb::callable& unpack) {
-        // Never destroyed: calls may still run when the interpreter is gone.
-        const nb::callable& kept = *new nb::callable(unpack);
-        SetUnpack([&kept](const std::string& packed) {
-          const nb::gil_scoped_acquire gil;
-          try {
-            const auto contents =
-                nb::cast<nb::bytes>(kept(nb::bytes(packed.data(), packed.size())));
-            return std::string(contents.c_str(), contents.size());
-          } catch (const nb::python_error& error) {
-            throw std::runtime_error(nb::str(error.value()).c_str());
-          }
-        });
+      "set_unpacked",
+      [](std::string path, const nb::bytes& contents) {
+        SetUnpacked(std::move(path), std::string(contents.c_str(), contents.size()));
       },
-      nb::arg("unpack"),
-      "Says what unpacks kernel files: a function from bytes to bytes.");
+      nb::arg("path"),
+      nb::arg("contents"),
+      "Brings what is in a kernel file.");
   m.def("kernel_builds", &KernelBuilds, "Returns [(module, target)] of all kernels in there.");
   m.def(
       "kernel_file",
@@ -135,9 +125,6 @@ void AddHostBindings(nb::module_& m) {
       nb::arg("major"),
       nb::arg("minor"),
       "The kernel file that a GPU of that compute capability runs; RuntimeError where none does.");
-  m.def("kernel_faults",
-        &KernelFaults,
-        "Returns a sentence for each kernel file that cannot be read or is not whole.");
   m.def("cuda_driver_info",
         &DriverDict,
         "Returns {why_not: str or None, cuda_version: (major, minor) or None, gpus: [{name, "

@@ -4,11 +4,10 @@
 #include <charconv>
 #include <cstdint>
 #include <filesystem>
-#include <fstream>
+#include <map>
 #include <mutex>
 #include <optional>
 #include <set>
-#include <sstream>
 #include <stdexcept>
 #include <tuple>
 
@@ -50,7 +49,7 @@ struct Directory {
 // Never destroyed: calls may still run on other threads when the process ends.
 std::mutex directory_mutex;
 Directory& directory = *new Directory;
-Unpack& unpack = *new Unpack;
+std::map<std::string, std::string>& unpacked = *new std::map<std::string, std::string>;
 
 std::vector<KernelFile> Files(std::string* path = nullptr) {
   const std::lock_guard lock(directory_mutex);
@@ -137,40 +136,18 @@ KernelFile FileForEmulator(const std::string& module, int major, int minor) {
   return Choose(module, major, minor, true);
 }
 
-void SetUnpack(Unpack set) {
+void SetUnpacked(std::string path, std::string contents) {
   const std::lock_guard lock(directory_mutex);
-  unpack = std::move(set);
+  unpacked[std::move(path)] = std::move(contents);
 }
 
 std::string Read(const KernelFile& file) {
-  const std::string name = "the kernel file " + file.path;
-  std::ostringstream packed;
-  std::ifstream stream(file.path, std::ios::binary);
-  if (!stream || !(packed << stream.rdbuf())) {
-    throw std::runtime_error(name + " cannot be read, or is empty.");
+  const std::lock_guard lock(directory_mutex);
+  const auto found = unpacked.find(file.path);
+  if (found == unpacked.end()) {
+    throw std::runtime_error("the kernel file " + file.path + " has not been unpacked.");
   }
-  Unpack unpack_now;
-  {
-    const std::lock_guard lock(directory_mutex);
-    unpack_now = unpack;
-  }
-  try {
-    return unpack_now(std::move(packed).str());
-  } catch (const std::runtime_error& error) {
-    throw std::runtime_error(name + " cannot be unpacked: " + error.what() + ".");
-  }
-}
-
-std::vector<std::string> KernelFaults() {
-  std::vector<std::string> faults;
-  for (const KernelFile& file : Files()) {
-    try {
-      Read(file);
-    } catch (const std::runtime_error& error) {
-      faults.push_back(error.what());
-    }
-  }
-  return faults;
+  return found->second;
 }
 
 }  // namespace jax_fa4

@@ -5,7 +5,6 @@
 #ifndef JAX_FA4_CSRC_HOST_KERNEL_FILES_H_
 #define JAX_FA4_CSRC_HOST_KERNEL_FILES_H_
 
-#include <functional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -15,11 +14,6 @@ namespace jax_fa4 {
 
 // Where the files are. It is set once, before any call runs; until then nothing is built.
 void SetKernelDirectory(std::string path);
-
-// What unpacks a file. It throws std::runtime_error, with the reason, if it cannot, and is called
-// from any thread. It is set before any file is read.
-using Unpack = std::function<std::string(const std::string&)>;
-void SetUnpack(Unpack unpack);
 
 // Name and target of every build, in the order of names.
 std::vector<std::pair<std::string, std::string>> KernelBuilds();
@@ -44,11 +38,12 @@ KernelFile FileForGpu(const std::string& module, int major, int minor);
 // The same choice among PTX files only, which the emulator runs.
 KernelFile FileForEmulator(const std::string& module, int major, int minor);
 
-// Its contents. Throws std::runtime_error, with a sentence, if it cannot be read or unpacked.
-std::string Read(const KernelFile& file);
+// Brings what is in a file. Python unpacks, but not while a call runs: a call that still runs when
+// the interpreter ends could not enter it any more.
+void SetUnpacked(std::string path, std::string contents);
 
-// What Read throws of any file, as sentences.
-std::vector<std::string> KernelFaults();
+// What is in a file. Throws std::runtime_error, with a sentence, if it was not brought.
+std::string Read(const KernelFile& file);
 
 }  // namespace jax_fa4
 
