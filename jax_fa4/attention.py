@@ -224,6 +224,7 @@ class _Call:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _run(call: _Call, arrays: dict[str, Any]) -> Array | tuple[Array, Array]:
+    arrays = spec.varied(arrays)
     problem, operands = _pose(call, arrays)
     implementation = dispatch.choose(call.implementation, problem, operands)
     out, lse = autodiff.attend(implementation, problem, operands)

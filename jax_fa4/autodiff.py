@@ -43,6 +43,7 @@ def attend(implementation: ModuleType, problem: spec.Problem, operands: spec.Ope
     Reverse-mode derivatives of any order work: the first by the implementation's `backward`, higher ones through
     `reference`. Forward mode raises TypeError unless the implementation is `reference`.
     """
+    operands = spec.varied(operands)
     if implementation is reference:
         return _forward(implementation, problem, operands)[:2]
     guarded = {

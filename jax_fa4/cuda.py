@@ -22,6 +22,7 @@ import numpy as np
 from jax import Array, lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_fa4 import native, selftest
 from jax_fa4 import problem as spec
@@ -320,8 +321,19 @@ def _attributes(problem: spec.Problem, operands: spec.Operands) -> dict[str, Any
 
 def _ffi_call(target: str, results: tuple[jax.ShapeDtypeStruct, ...], attributes: dict[str, Any]) -> Callable[..., Any]:
     native.register()
-    call = jax.ffi.ffi_call(target, results)
-    return functools.partial(call, **attributes)
+
+    def call(*arrays: Array) -> Any:
+        arrays = spec.varied(arrays)
+        of_type = jax.typeof(arrays[0])
+        typed = results
+        if spec.varying_axes(arrays[0]):
+            here = NamedSharding(of_type.sharding.mesh, PartitionSpec())
+            typed = tuple(
+                jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here, manual_axis_type=of_type.mat) for x in results
+            )
+        return jax.ffi.ffi_call(target, typed)(*arrays, **attributes)
+
+    return call
 
 
 def refusal(call: Callable[..., Any], sentence: str) -> Callable[..., Any]:
@@ -333,9 +345,9 @@ def refusal(call: Callable[..., Any], sentence: str) -> Callable[..., Any]:
     """
 
     def refuse(*arrays: Array) -> Any:
-        results, tree = jax.tree.flatten(jax.eval_shape(call, *arrays))
-        types = tuple((x.shape, x.dtype) for x in results)
-        return jax.tree.unflatten(tree, _refusal_p.bind(*arrays, types=types, sentence=sentence))
+        jaxpr, results = jax.make_jaxpr(call, return_shape=True)(*arrays)
+        types = tuple(jaxpr.out_avals)
+        return jax.tree.unflatten(jax.tree.structure(results), _refusal_p.bind(*arrays, types=types, sentence=sentence))
 
     return refuse
 
@@ -347,5 +359,5 @@ def _refuse(context: Any, *_: Any, sentence: str, **__: Any) -> Any:
 
 _refusal_p = Primitive("jax_fa4_refusal")
 _refusal_p.multiple_results = True
-_refusal_p.def_abstract_eval(lambda *_, types, sentence: [jax.core.ShapedArray(*one) for one in types])
+_refusal_p.def_abstract_eval(lambda *_, types, sentence: list(types))
 mlir.register_lowering(_refusal_p, _refuse)

@@ -8,7 +8,7 @@ are stably sorted by id, because positions stay monotone inside a segment. So an
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -226,12 +226,34 @@ def segment_bounds(query_ids: Array, key_ids: Array, lower: Array, upper: Array)
             return jnp.where(open_ & below, middle + 1, low), jnp.where(open_ & ~below, middle, high)
 
         span = (jnp.zeros_like(bound), jnp.full_like(bound, keys))
+        _, _, span = varied((ids, bound, span))
         return lax.fori_loop(0, keys.bit_length(), halve, span)[0]
 
     if keys == 0:
         zeros = jnp.zeros_like(ids)
         return zeros, zeros, query_order, key_order
     return rank(lower), rank(upper), query_order, key_order
+
+
+def varied(tree: Any) -> Any:
+    """The arrays of a tree, made to vary over all axes of a `jax.shard_map` over which one of them varies.
+
+    Under `check_vma=True` its axes are part of an array's type. What is replicated over an axis becomes an operand for
+    each device, whose cotangents are then summed over the axis.
+    """
+    axes: frozenset[str] = frozenset().union(*(varying_axes(x) for x in jax.tree.leaves(tree)))
+
+    def vary(x: Array) -> Array:
+        missing = tuple(sorted(axes - varying_axes(x)))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(vary, tree)
+
+
+def varying_axes(x: Array) -> frozenset[str]:
+    """The axes of a `jax.shard_map` over which an array varies, as far as its type says."""
+    axes: frozenset[str] = jax.typeof(x).mat.varying
+    return axes
 
 
 def permute(x: Array, order: Array, axis: int) -> Array:
