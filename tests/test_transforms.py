@@ -628,8 +628,8 @@ class TestStaging:
 
 
 class TestDevices:
-    @implementations()
-    def test_shard_map_and_sharded_operands(self, implementation: str) -> None:
+    @implementations("check_vma", [True, False])
+    def test_shard_map_and_sharded_operands(self, implementation: str, check_vma: bool) -> None:
         """Batch and heads over four devices; the scale, which they share, gets the sum of their gradients."""
         devices = jax.devices("cpu" if implementation == "emulated" else None)[:4]
         if len(devices) < 4:
@@ -638,13 +638,12 @@ class TestDevices:
         arrays = operands(implementation)
         specs = {name: P("b") for name in arrays} | {name: P("b", None, "h") for name in ("query", "key", "value")}
         specs |= split({"scale": P(), "sinks": P("h"), "bias": P("h")}, arrays)[0]
-        # Attention does not say over which axes the arrays that it makes vary.
         sharded = jax.shard_map(
             functools.partial(attend, implementation),
             mesh=mesh,
             in_specs=(specs,),
             out_specs=(P("b", None, "h"),) * 2,
-            check_vma=False,
+            check_vma=check_vma,
         )
 
         def gradients(arrays: Arrays) -> Arrays:
@@ -663,7 +662,7 @@ class TestDevices:
         command = [sys.executable, "-P", "-m", "pytest", "-n0", "-p", "no:cacheprovider", "-k", "not cuda", name]
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}
         run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        assert "3 passed" in run.stdout, run.stdout
+        assert "6 passed" in run.stdout, run.stdout
 
 
 class TestContexts:
