@@ -51,78 +51,102 @@ class Problem:
     Attributes:
       arrays: of the call, by name.
       launch: of its plan.
+      ctas: that go through its tasks.
       out, lse: in float64.
       out_error, lse_error: allowed.
     """
 
     arrays: Mapping[str, np.ndarray]
     launch: Mapping[str, Any]
+    ctas: int
     out: np.ndarray
     lse: np.ndarray
     out_error: float
     lse_error: float
 
     @classmethod
-    def draw(cls, forward: Forward, sizes: Sizes, band: tuple[int, int] | None, out_dtype: Any) -> Problem:
-        """Draws a problem of one batch element.
+    def draw(
+        cls,
+        forward: Forward,
+        sizes: Sizes,
+        sees: tuple[int, int] | np.ndarray | None,
+        out_dtype: Any,
+        *,
+        signs: tuple[int, ...] = (1,),
+        ctas: int = 1,
+    ) -> Problem:
+        """Draws a problem.
 
         Args:
           forward: that is to solve it.
           sizes: of the call.
-          band: row i sees keys [i + band[0], i + band[1]), and what no row sees is NaN; None: all.
+          sees: a band: row i sees keys [i + sees[0], i + sees[1]); or the first key that a row sees and the one behind
+            the last, (B, T, 2), which the call has in arrays; None: all. What no row of a batch element sees is NaN.
           out_dtype: of out.
+          signs: of the scales, one or one for each batch element.
+          ctas: that are launched.
         """
-        _, rows, keys, heads, kv_heads, *widths = sizes
+        batch, rows, keys, heads, kv_heads, *widths = sizes
         rng = np.random.default_rng(0)
-        q, k = rng.standard_normal((1, rows, heads, widths[0])), rng.standard_normal((1, keys, kv_heads, widths[0]))
-        v = rng.standard_normal((1, keys, kv_heads, widths[1]))
+        q = rng.standard_normal((batch, rows, heads, widths[0]))
+        k = rng.standard_normal((batch, keys, kv_heads, widths[0]))
+        v = rng.standard_normal((batch, keys, kv_heads, widths[1]))
         # Row maxima grow from block to block, of which the last comes first: otherwise out would not be rescaled.
         k *= 2 + 2 * (keys // 128 - np.arange(keys) // 128)[:, None, None]
         # Those of every other row hardly do, so that all blocks tell.
         q[:, ::2] /= 32
         q, k, v = (x.astype(BF16) for x in (q, k, v))
-        low, high = band or (-rows, keys)
-        distance = np.arange(keys) - np.arange(rows)[:, None]
-        seen = (distance >= low) & (distance < high)
+        low, high = sees if isinstance(sees, tuple) else (-rows, keys)
+        bounds = sees if isinstance(sees, np.ndarray) else np.arange(rows)[:, None] + [low, high]
+        seen = (np.arange(keys) >= bounds[..., :1]) & (np.arange(keys) < bounds[..., 1:])
+        seen = np.broadcast_to(seen, (batch, rows, keys))
         q64, k64, v64 = (np.repeat(x.astype(np.float64), heads // x.shape[2], 2) for x in (q, k, v))
-        scale = widths[0] ** -0.5
-        logits = np.where(seen, np.einsum("bthd,bshd->bhts", q64, k64) * scale, -np.inf)
-        top = logits.max(-1, keepdims=True)
+        scale = np.float32(signs) * widths[0] ** -0.5
+        products = np.einsum("bthd,bshd->bhts", q64, k64)
+        logits = np.where(seen[:, None], products * scale[:, None, None, None], -np.inf)
+        # A row that sees nothing has weights of 0, and an lse of -inf.
+        top = np.where(seen.any(-1)[:, None, :, None], logits.max(-1, keepdims=True), 0)
         weights = np.exp(logits - top)
         total = weights.sum(-1, keepdims=True)
+        with np.errstate(divide="ignore"):
+            lse = top + np.log(total)
+        total[total == 0] = 1
         out = np.einsum("bhts,bshd->bthd", weights / total, v64)
         # Of bfloat16 probabilities, relative to maxima that are not the latest; and the output's rounding.
         rounded = np.einsum("bhts,bshd->bthd", weights.astype(BF16).astype(np.float64) / total, v64)
-        unseen = ~seen.any(0)
-        k[:, unseen], v[:, unseen] = np.nan, np.nan
+        unseen = ~seen.any(1)
+        k[unseen], v[unseen] = np.nan, np.nan
         arrays = {
             "query": q,
             "key": k,
             "value": v,
-            "scale": np.float32([scale]),
+            "scale": scale,
             **dict.fromkeys(("lower", "upper"), np.zeros(0, np.int32)),
-            "out": np.zeros((1, rows, heads, widths[1]), out_dtype),
-            **dict.fromkeys(("lse", "lse_rounding"), np.zeros((1, rows, heads), np.float32)),
+            "out": np.zeros((batch, rows, heads, widths[1]), out_dtype),
+            **dict.fromkeys(("lse", "lse_rounding"), np.zeros((batch, rows, heads), np.float32)),
         }
+        if isinstance(sees, np.ndarray):
+            arrays |= {"lower": sees[..., 0].astype(np.int32), "upper": sees[..., 1].astype(np.int32)}
         (launch,) = native.extension().forward_plan(
             forward.capability, 1, 126 << 20, [(x.dtype.name, list(x.shape)) for x in arrays.values()], low, high, 0
         )
         return cls(
             arrays,
             launch,
+            ctas,
             out,
-            np.moveaxis(top + np.log(total), 1, 2)[..., 0],
+            np.moveaxis(lse, 1, 2)[..., 0],
             out_error=3 * abs(rounded - out).max() + 2**-9 * abs(out).max(),
             # Of exponentials by a polynomial, besides what sums in float32 cost.
             lse_error=1e-5 + 2**-20 * abs(top).max(),
         )
 
     def run(self, kernel: Kernel, seed: int) -> tuple[Run, str | None]:
-        """Runs the kernel on one CTA, which goes through all tasks; says what is wrong with the result."""
+        """Runs the kernel; says what is wrong with the result."""
         arrays = dict(self.arrays)
         for name in ("out", "lse", "lse_rounding"):
             arrays[name] = np.full_like(arrays[name], np.nan)
-        for name in ("query", "key", "value", "scale"):
+        for name in ("query", "key", "value", "scale", "lower", "upper"):
             arrays[name].flags.writeable = False
         fields: dict[int, tuple[Any, int]] = {}
         for at, (name, offset) in self.launch["addresses"].items():
@@ -137,7 +161,7 @@ class Problem:
             start = at + (fields[at][1] if at in fields else 0)
         run = kernel.launch(
             [fields],
-            grid=(1, 1, 1),
+            grid=(self.ctas, 1, 1),
             block=self.launch["block"],
             dynamic_shared_bytes=self.launch["dynamic_shared_bytes"],
             seed=seed,
@@ -145,10 +169,14 @@ class Problem:
         )
         if run.reports:
             return run, run.reports[0].kind
+        sees = np.isfinite(self.lse)
+        lse, rounding = arrays["lse"], arrays["lse_rounding"]
         right = (
             abs(arrays["out"].astype(np.float64) - self.out).max() <= self.out_error
-            and abs(arrays["lse"] - self.lse).max() <= self.lse_error
-            and (abs(arrays["lse_rounding"]) <= 2 * np.spacing(abs(arrays["lse"]))).all()
+            and abs(lse[sees] - self.lse[sees]).max() <= self.lse_error
+            and (abs(rounding[sees]) <= 2 * np.spacing(abs(lse[sees]))).all()
+            and (lse[~sees] == -np.inf).all()
+            and (rounding[~sees] == 0).all()
         )
         return run, None if right else "wrong result"
 
@@ -189,6 +217,61 @@ def reasons(name: str) -> dict[str, str]:
 
 def _no_fault_on_hopper(mutant: mutation.Mutant, width: int, has_bounds: bool) -> str | None:
     """Why a mutant is no fault, if it is none."""
+    at = functools.partial(place_of, HOPPER)
+    calls, place, fault = {*mutant.chain.split(", called at ")}, mutant.place, f"{mutant.kind}: {mutant.opcode}"
+    no_wait = fault in ("never wait: mbarrier.try_wait.parity", "relax: mbarrier.try_wait.parity")
+
+    # ---- Products
+    leading = mutant.kind in ("leading offset of A", "leading offset of B")
+    if leading and place in (at("products.QueryKey(", 0), at("products.QueryKey(", 1)):
+        return "K-major matrices with a swizzle do not use it"
+    if leading and width == 64:
+        return "it leads to further columns than 64, and V has none"
+    if fault == "drop: wgmma.fence" and at("begin_values();", 0) in calls:
+        return "nobody has used the registers since the fence before the product of query and key"
+
+    # ---- Blocks that a warpgroup passes
+    passes_first, passes_last = at("pass(note.blocks.end - blocks.end);"), at("pass(blocks.first - note.blocks.first);")
+    if passes_first in calls and not has_bounds:
+        return "where all rows see all keys, a warpgroup has no blocks before its own"
+    if calls & {passes_first, passes_last}:
+        if fault == "relax: mbarrier.try_wait.parity":
+            return "it does not read the tile: who does, or passes it on the other side of its own blocks, tells of it"
+        if fault == "relax: mbarrier.arrive":
+            return "it has not read the tile, and that it has read the task's note is told where it gives back Q"
+        # With one stage of Q it is loaded after a task's first keys.
+        if no_wait and place == at("control.key[place.stage].full.Wait(") and (passes_last in calls or width == 192):
+            return "what it waited for before was loaded after these keys, which others wait for too"
+
+    # ---- Q, and word that there is no further task
+    if no_wait and at("if (Variant::kQueryStages > 1) load_query(0);") in calls:
+        return "there is room for the first Q"
+    if at("if (Variant::kQueryStages == 1) load_query(count);") in calls:
+        if at("LoadTile<kGroupRows, kShape.width>(") in calls:
+            return "there is no task"
+        if fault == "relax: mbarrier.try_wait.parity":
+            return "nothing is loaded after it"
+    if {at("barriers.full.Arrive();"), at("if (Variant::kQueryStages == 1) load_query(count);", 1)} <= calls:
+        return "there is a task"
+    of_later_block = {at("Release(query);"), at("weigh(kKind != Kind::kFull);")} <= calls
+    if fault == "relax: mbarrier.arrive" and of_later_block and width == 128:
+        return "V of the block before is given back after it, and Q is loaded only when that is known"
+    if fault == "drop: st.shared" and place == at("if (leads) note = {};") and mutant.ordinal not in (3, 8):
+        return "of a note without blocks nothing else is read"
+    if fault == "relax: mbarrier.arrive.expect_tx":
+        return "the completion of the copies tells of them, and of what the lane that issued them did before"
+
+    # ---- Lanes, registers and named barriers
+    if fault == "drop: bar.warp":
+        return "the lanes of a warp execute together here: see docs/emulator.md on what it cannot prove"
+    if fault == "next barrier: bar.sync" and place == at("__syncthreads();"):
+        return "nobody uses the next one yet"
+    if fault == "drop: bar.sync" and place == at("if (Variant::kTakesTurns && consumer == 0) Turn::Wait(0);"):
+        return "nobody uses the barrier any more"
+    if fault in ("drop: setmaxnreg.inc", "8 registers less: setmaxnreg.inc", "8 registers less: setmaxnreg.dec"):
+        return "nobody knows here how many registers a thread uses: the build refuses roles that use too many"
+    if fault in ("8 registers more: setmaxnreg.inc", "8 registers more: setmaxnreg.dec"):
+        return "warps that have ended give back theirs here: an assertion in variant.h refuses more than there are"
     return None
 
 
@@ -253,6 +336,26 @@ def _no_fault_on_blackwell(mutant: mutation.Mutant, width: int, has_bounds: bool
     return None
 
 
+def warpgroups_apart() -> np.ndarray:
+    """Intervals of 440 keys for four times 400 rows, such that the warpgroups of a task, of 64 rows each, see others.
+
+    For tasks of two warpgroups and for tasks of three there are some with blocks that only the first or another one
+    sees, or none; that a warpgroup sees nothing of, or all of them; and that begin behind key 0 and end before the last
+    key. In others the first warpgroup has less to do than the others, until it is the first to pass a block. What lies
+    between keys that a task's rows see is seen by others, and so is not NaN.
+    """
+    high, low, both = (130, 220), (5, 100), (20, 220)
+    groups = [
+        [(330, 420), (20, 100), (100, 200), (90, 340), (390, 420), (210, 420), (100, 200)],
+        [high, both, low, both, high, both, (5, 220)],
+        [(0, 0), high, high, low, high, high, (90, 220)],
+    ]
+    first, *others = np.repeat(groups, 64, axis=1)[:, :400]
+    row = np.arange(400)[:, None]
+    band = np.where((row >= 3 * 64) & (row < 6 * 64), 0, np.clip(row + np.array([-30, 50]), 0, 440))
+    return np.stack([first, band, *others])
+
+
 @functools.cache
 def ptx(name: str) -> str:
     return mutation.alone(native.ptx(CASES[name][0].ptx), f"forward_bfloat16_{name.partition('_')[2]}")
@@ -268,13 +371,30 @@ def case(name: str) -> mutation.Case:
         # takes another way out.
         Problem.draw(forward, Sizes(1, 8, 127, 64, 2, *widths), (5, 118) if has_bounds else None, np.float32),
     ]
+    if forward is HOPPER:
+        # Four batch elements, one with a negative scale; of the last tile only the first warpgroup has rows.
+        keys, sees = (440, warpgroups_apart()) if has_bounds else (200, None)
+        problems += [
+            Problem.draw(forward, Sizes(4, 400, keys, 1, 1, *widths), sees, BF16, signs=(1, -1, 1, 1)),
+            # A CTA without a task.
+            Problem.draw(forward, Sizes(1, 8, 40, 1, 1, *widths), (0, 8) if has_bounds else None, BF16, ctas=2),
+        ]
 
     def try_out(kernel: Kernel, seed: int) -> str | None:
         # An arrival too many shows in most interleavings, not in all.
-        runs = itertools.product(problems, range(12 * seed, 12 * seed + 12))
-        return next((fault for problem, one in runs if (fault := problem.run(kernel, one)[1])), None)
+        runs = itertools.product(range(12 * seed, 12 * seed + 12), problems)
+        return next((fault for one, problem in runs if (fault := problem.run(kernel, one)[1])), None)
 
     return mutation.Case(ptx(name), try_out, reasons(name), Path(forward.source).name)
+
+
+def one_of_each_kind(one: mutation.Case) -> list[mutation.Mutant]:
+    """Mutants without a reason: the first of each kind of fault and of instruction."""
+    first: dict[tuple[str, str], mutation.Mutant] = {}
+    for mutant in mutation.mutants(one.ptx, one.file):
+        if mutant.name not in one.reasons:
+            first.setdefault((mutant.kind, mutant.opcode), mutant)
+    return list(first.values())
 
 
 def main() -> int:

@@ -103,10 +103,7 @@ def test_columns_of_tensor_memory(widths: tuple[int, int], kind: str) -> None:
 def test_faults_are_noticed() -> None:
     """One of each kind; all of them are a command's: see forward_mutation.py."""
     case = forward_mutation.case("blackwell_128_bounds")
-    first: dict[tuple[str, str], mutation.Mutant] = {}
-    for mutant in mutation.mutants(case.ptx, case.file):
-        if mutant.name not in case.reasons:
-            first.setdefault((mutant.kind, mutant.opcode), mutant)
-    for verdict in mutation.judge(case, [(mutant,) for mutant in first.values()], 1):
+    chosen = forward_mutation.one_of_each_kind(case)
+    for verdict in mutation.judge(case, [(mutant,) for mutant in chosen], 1):
         assert verdict.caught, verdict.mutants[0].name
-    assert len(first) > 70
+    assert len(chosen) > 70

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import forward_mutation
 import pytest
 from forward_suite import SIZES, ForwardSuite, GradientSuite
 from suite import GPU_TRUNCATES, label
+
+from jax_fa4.emulated import mutation
 
 
 class TestHopperForward(ForwardSuite):
@@ -64,3 +67,15 @@ def test_ctas(choice: Mapping[str, Any]) -> None:
     for sm_count, tasks in ((1, 1), (3, 3), (100, 2 * 2)):  # two of each batch element
         ran = TestHopperForward().check_masks(choice, SIZES, sm_count=sm_count)
         assert ran.launch.grid[0] == tasks
+
+
+# ---- Faults
+
+
+def test_faults_are_noticed() -> None:
+    """One of each kind; all of them are a command's: see forward_mutation.py."""
+    case = forward_mutation.case("hopper_128_bounds")
+    chosen = forward_mutation.one_of_each_kind(case)
+    for verdict in mutation.judge(case, [(mutant,) for mutant in chosen], 1):
+        assert verdict.caught, verdict.mutants[0].name
+    assert len(chosen) > 45
