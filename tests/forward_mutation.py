@@ -242,6 +242,8 @@ def _no_fault_on_hopper(mutant: mutation.Mutant, width: int, has_bounds: bool) -
         # With one stage of Q it is loaded after a task's first keys.
         if no_wait and place == at("control.key[place.stage].full.Wait(") and (passes_last in calls or width == 192):
             return "what it waited for before was loaded after these keys, which others wait for too"
+        if no_wait and width == 64:
+            return "of four stages its one is free: others are not that far behind, as their turns and their Q tell"
 
     # ---- Q, and word that there is no further task
     if no_wait and at("if (Variant::kQueryStages > 1) load_query(0);") in calls:
@@ -272,6 +274,8 @@ def _no_fault_on_hopper(mutant: mutation.Mutant, width: int, has_bounds: bool) -
         return "nobody knows here how many registers a thread uses: the build refuses roles that use too many"
     if fault in ("8 registers more: setmaxnreg.inc", "8 registers more: setmaxnreg.dec"):
         return "warps that have ended give back theirs here: an assertion in variant.h refuses more than there are"
+    if fault == "drop: setmaxnreg.dec" and width == 64:
+        return "warps that have ended give back theirs here: three beside the load warp, just as many as others take"
     return None
 
 
