@@ -388,6 +388,10 @@ def case(name: str) -> mutation.Case:
         keys, sees = (440, warpgroups_apart()) if has_bounds else (200, None)
         problems += [
             Problem.draw(forward, Sizes(4, 400, keys, 1, 1, *widths), sees, BF16, signs=(1, -1, 1, 1)),
+            # Tasks of one key block.
+            Problem.draw(
+                forward, Sizes(4, 400, 40, 1, 1, *widths), (-370, 40) if has_bounds else None, BF16, signs=(-1,)
+            ),
             # Only the first warpgroup has rows: if it does not wait for its turn, it is soon two turns ahead.
             Problem.draw(forward, Sizes(4, 16, 384, 1, 1, *widths), (0, 384) if has_bounds else None, BF16),
             # A CTA without a task.
