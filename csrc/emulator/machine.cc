@@ -251,6 +251,8 @@ std::unique_ptr<Cluster> Machine::NewCluster(uint64_t number) {
     const uint32_t share = 65536 / (warps * kLanes) / 8 * 8;
     const uint32_t at_launch = std::min(limit, share);
     cta->live_warps = warps;
+    // In half of the CTAs some warps lag far behind others.
+    const bool some_lag = random_.Below(2) == 1;
     for (uint32_t w = 0; w < warps; ++w) {
       auto warp = std::make_unique<Warp>();
       warp->cta = cta.get();
@@ -263,6 +265,7 @@ std::unique_ptr<Cluster> Machine::NewCluster(uint64_t number) {
       warp->local = Zeros<uint8_t>(size_t{program.local_bytes} * kLanes);
       warp->warpgroup_registers.resize(program.tracked.size());
       warp->register_count = at_launch;
+      if (some_lag) warp->pace = kFullPace >> 2 * random_.Below(3);
       Knowledge all{.mask = warp->live,
                     .slot = static_cast<Slot>(cta->first_slot + w * kWarpSlots),
                     .clock = VectorClock(cluster->times.size())};
@@ -436,12 +439,16 @@ bool Machine::StepCta(Cta& cta) {
   const auto warps = static_cast<uint32_t>(cta.warps.size());
   // The two asynchronous units count as agents beside the warps.
   const uint32_t agents = warps + 2;
-  const uint32_t first = random_.Below(agents);
-  for (uint32_t i = 0; i < agents; ++i) {
-    const uint32_t agent = (first + i) % agents;
+  // Agents that cannot go on leave their turns to all others alike: mostly so many draws find one
+  // that can. Else each has its turn.
+  const uint32_t draws = 4 * agents;
+  for (uint32_t i = 0; i < draws + agents; ++i) {
+    const bool drawn = i < draws;
+    const uint32_t agent = drawn ? random_.Below(agents) : i - draws;
     if (agent < warps) {
       Warp& warp = *cta.warps[agent];
-      if (warp.ready && RunWarp(warp, 1 + static_cast<int>(random_.Below(64)))) return true;
+      if (!warp.ready || (drawn && random_.Below(kFullPace) >= warp.pace)) continue;
+      if (RunWarp(warp, 1 + static_cast<int>(random_.Below(64)))) return true;
     } else if (agent == warps) {
       if (!cta.tensor_pipe.empty()) {
         RunStep(cta, *cta.tensor_pipe.front());
@@ -616,7 +623,6 @@ void Machine::MergeGroups(Warp& warp) {
 void Machine::FinishWarp(Warp& warp) {
   Cta& cta = *warp.cta;
   warp.ready = false;
-  cta.free_registers += warp.register_count * kLanes;
   --cta.live_warps;
   if (trace_ != nullptr) trace_->EndWarp(warp);
   if (options_.strict) {

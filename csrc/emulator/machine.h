@@ -123,6 +123,8 @@ struct WarpgroupRegister {
   int32_t accessed_by = -1;
 };
 
+inline constexpr uint32_t kFullPace = 16;
+
 struct Warp {
   Cta* cta = nullptr;
   int index = 0;  // in its CTA
@@ -155,6 +157,7 @@ struct Warp {
   int turn = 0;
   int turn_lane = -1;
   bool ready = true;
+  uint32_t pace = kFullPace;  // of kFullPace turns that it could have, about how many it takes
 };
 
 // An mbarrier object. Its eight bytes in shared memory are opaque to kernels, so the state lives
