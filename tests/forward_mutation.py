@@ -280,10 +280,6 @@ def _no_fault_on_hopper(mutant: mutation.Mutant, width: int, has_bounds: bool) -
         return "nobody uses the barrier any more"
     if fault in ("drop: setmaxnreg.inc", "8 registers less: setmaxnreg.inc", "8 registers less: setmaxnreg.dec"):
         return "nobody knows here how many registers a thread uses: the build refuses roles that use too many"
-    if fault in ("8 registers more: setmaxnreg.inc", "8 registers more: setmaxnreg.dec"):
-        return "warps that have ended give back theirs here: an assertion in variant.h refuses more than there are"
-    if fault == "drop: setmaxnreg.dec" and width == 64:
-        return "warps that have ended give back theirs here: three beside the load warp, just as many as others take"
     return None
 
 
