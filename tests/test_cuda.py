@@ -219,7 +219,7 @@ def test_without_kernels_gpus_run_tiled(tmp_path: Path) -> None:
         )
         assert passes(None, X, X, X, device=gpu) == ("tiled", "tiled")
     finally:
-        extension.set_kernel_directory(str(Path(extension.__file__ or "").parent / "kernels"))
+        extension.set_kernel_directory(str(native.kernel_directory()))
 
 
 def run_program(text: str, **environment: str) -> str:

@@ -191,7 +191,7 @@ def test_the_memory_of_traces_is_bounded(tmp_path: Path) -> None:
                 jax.block_until_ready(call())
             launches = run.launches
     finally:
-        native.extension().set_kernel_directory(str(Path(native.extension().__file__).parent / "kernels"))
+        native.extension().set_kernel_directory(str(native.kernel_directory()))
     assert [launch.trace is None for launch in launches] == [True, False, False]
     assert all(launch.trace.missing > 0 for launch in launches[1:])
     # Who holds a launch holds its trace.

@@ -740,7 +740,7 @@ def kernels(tmp_path):
     native.register()
     reread()
     yield tmp_path, reread
-    extension.set_kernel_directory(str(Path(extension.__file__).parent / "kernels"))
+    extension.set_kernel_directory(str(native.kernel_directory()))
 
 
 @pytest.mark.parametrize(

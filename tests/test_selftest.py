@@ -9,7 +9,6 @@ import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -331,7 +330,7 @@ def test_the_gpu_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_kernel_is_reached(capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The calls of the self-test launch every entry of the files that serve a GPU."""
     monkeypatch.setattr(selftest, "SEEN", {})
-    directory = Path(native.extension().__file__ or "").parent / "kernels"
+    directory = native.kernel_directory()
     gpu = Gpu(capability, "some")
     found: dict[str, set[str]] = {}
     for _, kernels, _, _ in cuda.unseen_kernels(gpu):
