@@ -44,6 +44,8 @@ def forward_plan(
 ) -> list[dict[str, Any]]: ...
 def backward_plan(
     compute_capability: tuple[int, int],
+    sm_count: int,
+    l2_bytes: int,
     arrays: list[tuple[str, list[int]]],
     band_low: int,
     band_high: int,

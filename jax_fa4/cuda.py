@@ -125,16 +125,18 @@ def kernels(name: Pass, problem: spec.Problem, operands: spec.Operands, gpu: sel
     arrays = [(dtype, query), (dtype, key), (dtype, value), (float32, list(operands.scale.shape)), *bounds]
     arrays += [out, (float32, lse), (float32, lse)]
     attributes = _attributes(problem, operands)
+    multiprocessors, cache = 1, 0  # They decide about the grid, not about the kernels.
     if name == "forward":
-        # Multiprocessors and cache decide about the grid, not about the kernel.
-        plan = native.extension().forward_plan(gpu, 1, 0, arrays, *attributes.values())
+        plan = native.extension().forward_plan(gpu, multiprocessors, cache, arrays, *attributes.values())
     else:
         gradients = [(dtype, [operands.batch, *x[1:]]) for x in (query, key, value)]
         workspace = native.extension().backward_workspace_bytes(
             *lse[:2], keys, heads, key[2], query[3], value[3], operands.query.dtype.itemsize
         )
         arrays += [out, (float32, [0]), *gradients, (float32, lse), ("uint8", [workspace])]
-        plan = native.extension().backward_plan(gpu, arrays, *attributes.values(), problem.deterministic)
+        plan = native.extension().backward_plan(
+            gpu, multiprocessors, cache, arrays, *attributes.values(), problem.deterministic
+        )
     return tuple((launch["module"], launch["kernel"]) for launch in plan)
 
 

@@ -124,7 +124,7 @@ __device__ __forceinline__ void Before(const Parameters& p) {
   const uint32_t positions_of_tile = kTileRows / heads_of_tile;
   const uint32_t padded_rows = p.row_blocks * p.row_block;
   const uint32_t head_tiles = (heads + heads_of_tile - 1) / heads_of_tile;
-  const uint32_t position_tiles = (padded_rows + positions_of_tile - 1) / positions_of_tile;
+  const uint32_t position_tiles = padded_rows / positions_of_tile;
   const uint32_t first_head = blockIdx.x % head_tiles * heads_of_tile;
   const uint32_t first = blockIdx.x / head_tiles % position_tiles * positions_of_tile;
   const uint32_t batch = blockIdx.x / head_tiles / position_tiles;
@@ -155,7 +155,7 @@ __device__ __forceinline__ void Before(const Parameters& p) {
   if (threadIdx.x < kTileRows) {
     const uint32_t head = threadIdx.x / positions_of_tile;
     const uint32_t position = threadIdx.x % positions_of_tile;
-    if (first_head + head < heads && first + position < padded_rows) {
+    if (first_head + head < heads) {
       const Row row = rows[position * heads_of_tile + head];
       const int64_t at =
           (int64_t{batch} * heads + first_head + head) * padded_rows + first + position;

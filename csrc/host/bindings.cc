@@ -167,16 +167,22 @@ void AddHostBindings(nb::module_& m) {
   m.def(
       "backward_plan",
       [](std::pair<int, int> compute_capability,
+         int sm_count,
+         uint64_t l2_bytes,
          const ArrayList& arrays,
          int32_t band_low,
          int32_t band_high,
          float softcap,
          bool deterministic) {
-        return PlanFor(compute_capability, arrays, [&](auto all, const Device& device) {
+        return PlanFor(compute_capability, arrays, [&](auto all, Device device) {
+          device.sm_count = sm_count;
+          device.l2_bytes = l2_bytes;
           return BackwardPlan(all, {{band_low, band_high, softcap}, deterministic}, device);
         });
       },
       nb::arg("compute_capability"),
+      nb::arg("sm_count"),
+      nb::arg("l2_bytes"),
       nb::arg("arrays"),
       nb::arg("band_low"),
       nb::arg("band_high"),

@@ -113,9 +113,9 @@ std::vector<Launch> BackwardLaunches(const Problem& problem) {
 }
 
 // `delta`.
-uint64_t WorkspaceBytes(int64_t batch, int64_t rows, int64_t heads) {
-  return sizeof(float) * static_cast<uint64_t>(batch) * static_cast<uint64_t>(rows) *
-         static_cast<uint64_t>(heads);
+uint64_t WorkspaceBytes(const Problem& problem) {
+  return sizeof(float) * static_cast<uint64_t>(problem.batch) *
+         static_cast<uint64_t>(problem.rows) * static_cast<uint64_t>(problem.heads);
 }
 
 }  // namespace jax_fa4::sm80

@@ -184,10 +184,12 @@ struct Kernels {
   std::string (*why_not)(const Problem&);
   std::vector<Launch> (*launches)(const Problem&);
 };
-constexpr Kernels kForwards[] = {{&sm100::WhyNot, &sm100::ForwardLaunches},
-                                 {&sm90::WhyNot, &sm90::ForwardLaunches},
+constexpr Kernels kForwards[] = {{&sm100::WhyNotForward, &sm100::ForwardLaunches},
+                                 {&sm90::WhyNotForward, &sm90::ForwardLaunches},
                                  {&sm80::WhyNot, &sm80::ForwardLaunches}};
-constexpr Kernels kBackwards[] = {{&sm80::WhyNot, &sm80::BackwardLaunches}};
+constexpr Kernels kBackwards[] = {{&sm100::WhyNotBackward, &sm100::BackwardLaunches},
+                                  {&sm90::WhyNotBackward, &sm90::BackwardLaunches},
+                                  {&sm80::WhyNot, &sm80::BackwardLaunches}};
 
 std::vector<Launch> Launches(std::span<const Kernels> table, const Problem& problem) {
   std::string reasons;
@@ -249,13 +251,27 @@ Plan BackwardPlan(std::span<const Array> all,
 
 uint64_t BackwardWorkspaceBytes(int64_t batch,
                                 int64_t rows,
-                                int64_t /*keys*/,
+                                int64_t keys,
                                 int64_t heads,
-                                int64_t /*kv_heads*/,
-                                int64_t /*width*/,
-                                int64_t /*value_width*/,
-                                int64_t /*itemsize*/) {
-  return sm80::WorkspaceBytes(batch, rows, heads);
+                                int64_t kv_heads,
+                                int64_t width,
+                                int64_t value_width,
+                                int64_t itemsize) {
+  for (const int64_t size : {batch, rows, keys, heads, kv_heads, width, value_width}) {
+    if (size < 1 || size > kMaxSize) return 0;  // a plan refuses such arrays
+  }
+  Problem problem;
+  problem.dtype = problem.out_dtype = itemsize == 4 ? "float32" : "bfloat16";
+  problem.batch = static_cast<int32_t>(batch);
+  problem.rows = static_cast<int32_t>(rows);
+  problem.keys = static_cast<int32_t>(keys);
+  problem.heads = static_cast<int32_t>(heads);
+  problem.kv_heads = static_cast<int32_t>(kv_heads);
+  problem.width = static_cast<int32_t>(width);
+  problem.value_width = static_cast<int32_t>(value_width);
+  return std::max({sm80::WorkspaceBytes(problem),
+                   sm90::WorkspaceBytes(problem),
+                   sm100::WorkspaceBytes(problem)});
 }
 
 }  // namespace jax_fa4

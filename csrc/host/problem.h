@@ -1,6 +1,7 @@
 // What the kernels of attention are asked for, once a call has been checked: between the checks and
 // the choice of a kernel (plan.cc), and the code that knows one family of kernels
-// (plain_kernels.cc, tensor_core_kernels.cc).
+// (plain_kernels.cc, tensor_core_forward.cc,
+// tensor_core_backward.cc).
 
 #ifndef JAX_FA4_CSRC_HOST_PROBLEM_H_
 #define JAX_FA4_CSRC_HOST_PROBLEM_H_
@@ -74,19 +75,25 @@ Launch NewLaunch(const Problem& problem,
   return launch;
 }
 
-// Of each family, WhyNot says why its kernels cannot do it, as a sentence without its full stop; ""
-// if they can.
+// Of each family of kernels, WhyNot... says why they cannot do it, as a sentence without its full
+// stop; "" if they can. WorkspaceBytes are those of the backward's workspace, whatever the GPU.
 
-// The forward for Blackwell (csrc/sm100).
+// The kernels for Blackwell (csrc/sm100).
 namespace sm100 {
-std::string WhyNot(const Problem& problem);
+std::string WhyNotForward(const Problem& problem);
 std::vector<Launch> ForwardLaunches(const Problem& problem);
+std::string WhyNotBackward(const Problem& problem);
+std::vector<Launch> BackwardLaunches(const Problem& problem);
+uint64_t WorkspaceBytes(const Problem& problem);
 }  // namespace sm100
 
-// The forward for Hopper (csrc/sm90).
+// The kernels for Hopper (csrc/sm90).
 namespace sm90 {
-std::string WhyNot(const Problem& problem);
+std::string WhyNotForward(const Problem& problem);
 std::vector<Launch> ForwardLaunches(const Problem& problem);
+std::string WhyNotBackward(const Problem& problem);
+std::vector<Launch> BackwardLaunches(const Problem& problem);
+uint64_t WorkspaceBytes(const Problem& problem);
 }  // namespace sm90
 
 // The plain kernels (csrc/sm80), which run on every GPU since sm_80.
@@ -94,7 +101,7 @@ namespace sm80 {
 std::string WhyNot(const Problem& problem);
 std::vector<Launch> ForwardLaunches(const Problem& problem);
 std::vector<Launch> BackwardLaunches(const Problem& problem);
-uint64_t WorkspaceBytes(int64_t batch, int64_t rows, int64_t heads);
+uint64_t WorkspaceBytes(const Problem& problem);
 }  // namespace sm80
 
 }  // namespace jax_fa4
