@@ -21,10 +21,11 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import planned
 from cases import Sizes
 
 from jax_fa4 import native
-from jax_fa4.emulated import Kernel, Pointer, Run, TensorMap, mutation
+from jax_fa4.emulated import Kernel, Run, mutation
 
 BF16 = ml_dtypes.bfloat16
 ROOT = Path(__file__).parent.parent
@@ -148,24 +149,8 @@ class Problem:
             arrays[name] = np.full_like(arrays[name], np.nan)
         for name in ("query", "key", "value", "scale", "lower", "upper"):
             arrays[name].flags.writeable = False
-        fields: dict[int, tuple[Any, int]] = {}
-        for at, (name, offset) in self.launch["addresses"].items():
-            fields[at] = Pointer(arrays[name], offset), 8
-        for at, one in self.launch["tensor_maps"].items():
-            array = arrays[one["buffer"][0]].view(np.uint16)
-            fields[at] = TensorMap(array, one["box"], one["dims"], one["strides"], swizzle=128), 128
-        parameters, start = self.launch["parameters"], 0
-        for at in (*sorted(fields), len(parameters)):
-            if at > start:
-                fields[start] = parameters[start:at], at - start
-            start = at + (fields[at][1] if at in fields else 0)
-        run = kernel.launch(
-            [fields],
-            grid=(self.ctas, 1, 1),
-            block=self.launch["block"],
-            dynamic_shared_bytes=self.launch["dynamic_shared_bytes"],
-            seed=seed,
-            max_instructions=MOST_INSTRUCTIONS,
+        run = planned.run(
+            kernel, self.launch, arrays, grid=(self.ctas, 1, 1), seed=seed, max_instructions=MOST_INSTRUCTIONS
         )
         if run.reports:
             return run, run.reports[0].kind
