@@ -110,10 +110,11 @@ def forward_plan(arrays, capability=(8, 0), band=(-128, 96), softcap=0.0, sm_cou
     return extension.forward_plan(capability, sm_count, l2_bytes, given, *band, softcap)
 
 
-def backward_plan(arrays, capability=(8, 0), band=(-128, 96), softcap=0.0, deterministic=True):
-    return extension.backward_plan(
-        capability, [(d, list(s)) for d, s in arrays.values()], *band, softcap, deterministic
-    )
+def backward_plan(
+    arrays, capability=(8, 0), band=(-128, 96), softcap=0.0, deterministic=True, sm_count=148, l2_bytes=126 << 20
+):
+    given = [(d, list(s)) for d, s in arrays.values()]
+    return extension.backward_plan(capability, sm_count, l2_bytes, given, *band, softcap, deterministic)
 
 
 def fields(launch):
