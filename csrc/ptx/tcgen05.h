@@ -108,17 +108,20 @@ __device__ __forceinline__ uint64_t tcgen05_matrix_descriptor(uint32_t shared_ad
   return uint64_t{kHigh} << 32 | low;
 }
 
-// 9.7.16.4.2: the instruction descriptor of a product of 128 rows, summed in float32.
+// 9.7.16.4.2: the instruction descriptor of a product, summed in float32.
 struct tcgen05_instruction {
-  bool is_bfloat16;        // else float16; of A and B
-  int32_t columns;         // of B and D
-  bool b_is_column_major;  // B's rows in memory are of the dimension that is summed over
+  bool is_bfloat16;               // else float16; of A and B
+  int32_t columns;                // of B and D
+  bool b_is_column_major;         // B's rows in memory are of the dimension that is summed over
+  bool a_is_column_major = false;  // likewise A's
+  int32_t rows = 128;             // of A and D; or 64, which D has in 16 of each 32 lanes
 
   __device__ __forceinline__ constexpr uint32_t descriptor() const {
-    constexpr uint32_t kFloat32 = 1, kRows = 128;
+    constexpr uint32_t kFloat32 = 1;
     const uint32_t element = is_bfloat16 ? 1 : 0;
-    return kFloat32 << 4 | element << 7 | element << 10 | uint32_t{b_is_column_major} << 16 |
-           uint32_t(columns) >> 3 << 17 | kRows >> 4 << 24;
+    return kFloat32 << 4 | element << 7 | element << 10 | uint32_t{a_is_column_major} << 15 |
+           uint32_t{b_is_column_major} << 16 | uint32_t(columns) >> 3 << 17 |
+           uint32_t(rows) >> 4 << 24;
   }
 };
 inline constexpr uint32_t kNegateA = 1 << 13;  // D += -A B
