@@ -75,6 +75,7 @@ KERNELS = (
     Kernel("sm80_backward", "csrc/sm80/backward.cu", _SINCE_AMPERE),
     Kernel("sm100_forward", "csrc/sm100/forward.cu", ("sm_100f", "sm_103a"), ("UTCHMMA", "UTMALDG", "UTMASTG")),
     Kernel("sm90_forward", "csrc/sm90/forward.cu", ("sm_90a",), ("HGMMA", "UTMALDG", "UTMASTG")),
+    Kernel("sm90_backward", "csrc/sm90/backward.cu", ("sm_90a",), ("HGMMA", "UTMALDG", "UTMASTG")),
     Kernel("sm90_copy", "csrc/sm90/copy.cu", ("sm_90a", "sm_100f", "sm_120"), ("UTMALDG", "UTMASTG")),
 )
 

@@ -49,18 +49,21 @@ struct BackwardParameters {
   const int32_t* lower;  // (lower_batch, T): row bounds; both null where the band below tells them
   const int32_t* upper;  // (upper_batch, T)
 
-  // In the workspace, all written by `before`. R is row_blocks * row_block, W the kernel's width.
-  float* lse_log2;      // (B, N, R): lse * log2(e); inf of a row that sees nothing, and from T on
+  // In the workspace, all written by `before`. R is row_blocks * row_block, W compiled_width.
+  float* lse_log2;      // (B, N, R): lse * log2(e); inf of rows that see nothing, and from T on, and
+                        // of no others
   float* delta;         // (B, N, R): sum of dout * out, minus dlse; 0 of such rows
-  RowBlockHull* hulls;  // (lower_batch or 1, row_blocks)
-  float* dquery_sum;    // (B, N, row_blocks, row_block * W): of dS K, unscaled, each block in the order of
-                        // the kernel; zeros at first
+  RowBlockHull* hulls;  // (hull_batch, row_blocks)
+  float* dquery_sum;    // (B, N, row_blocks, row_block * W): of dS K, unscaled, each block in the
+                        // order of csrc/common/dquery_sum.h; zeros at first
   uint32_t* turns;      // (B, N, row_blocks): key blocks that have added their part, where the order
                         // is fixed (deterministic); zeros at first
 
   int32_t batch, rows, keys, heads, kv_heads;  // B, T, S, N, K
   int32_t width, value_width;                  // D, Dv
+  int32_t compiled_width;                      // of query and key, in the backward's kernel
   int32_t query_batch, key_batch, value_batch, scale_batch, lower_batch, upper_batch;
+  int32_t hull_batch;  // the least multiple of lower_batch and upper_batch; 1 without them
   // Row i sees keys [i + band_low, i + band_high) cut to [0, S): an unbounded side is -T or S.
   int32_t band_low, band_high;
   float softcap;  // c of c * tanh(logits / c); 0 but in the kernels of kSoftcap
