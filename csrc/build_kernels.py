@@ -76,6 +76,7 @@ KERNELS = (
     Kernel("sm100_forward", "csrc/sm100/forward.cu", ("sm_100f", "sm_103a"), ("UTCHMMA", "UTMALDG", "UTMASTG")),
     Kernel("sm100_backward", "csrc/sm100/backward.cu", ("sm_100f",), ("UTCHMMA", "UTMALDG", "UTMASTG", "UBLKRED")),
     Kernel("sm90_forward", "csrc/sm90/forward.cu", ("sm_90a",), ("HGMMA", "UTMALDG", "UTMASTG")),
+    Kernel("sm90_backward", "csrc/sm90/backward.cu", ("sm_90a",), ("HGMMA", "UTMALDG", "UTMASTG")),
     Kernel("backward_rows", "csrc/common/backward_rows.cu", ("sm_90a", "sm_100f")),
     Kernel("sm90_copy", "csrc/sm90/copy.cu", ("sm_90a", "sm_100f", "sm_120"), ("UTMALDG", "UTMASTG")),
 )

@@ -1,0 +1,132 @@
+// The five products of the backward on the tensor cores, of one warpgroup.
+
+#ifndef JAX_FA4_CSRC_SM90_BACKWARD_PRODUCTS_H_
+#define JAX_FA4_CSRC_SM90_BACKWARD_PRODUCTS_H_
+
+#include "csrc/common/lanes.h"
+#include "csrc/common/panels.h"
+#include "csrc/ptx/wgmma.h"
+#include "csrc/ptx/wgmma_tiles.h"
+#include "csrc/sm90/backward_variant.h"
+
+namespace jax_fa4::sm90 {
+
+template <class Variant>
+class BackwardProducts {
+ public:
+  using Element = typename Variant::Element;
+  static constexpr int32_t kRows = Variant::kRows, kKeys = Variant::kKeys;
+  static constexpr int32_t kWidth = Variant::kWidth, kValueWidth = Variant::kValueWidth;
+  static constexpr int32_t kPartRows = Variant::kPartRows, kStep = 16;
+  using Logits = float[kPartRows / 2];                  // S^T and dP^T, keys by rows
+  using Weights = uint32_t[Variant::kParts][kPartRows / 4];  // P^T and dS^T
+  using KeySum = float[kWidth / 2];
+  using ValueSum = float[kValueWidth / 2];
+
+  // The tiles of the first stage; of dS too.
+  __device__ __forceinline__ BackwardProducts(uint32_t consumer,
+                                              const void* key,
+                                              const void* value,
+                                              const void* query,
+                                              const void* dout,
+                                              const void* weights)
+      : consumer_(consumer),
+        all_keys_(Descriptor(key, kKeys)),
+        key_(all_keys_ + consumer * (PanelBytes(Variant::kGroupKeys) / 16)),
+        value_(Descriptor(value, kKeys) + consumer * (PanelBytes(Variant::kGroupKeys) / 16)),
+        query_(Descriptor(query, kRows)),
+        dout_(Descriptor(dout, kRows)),
+        weights_(Descriptor(weights, kRows)) {}
+
+  // S^T = K Q^T, of the warpgroup's keys and a part of the rows.
+  __device__ __forceinline__ void KeyQuery(Logits& s, uint32_t stage, int32_t part) const {
+    Rows<kWidth>(s, key_, query_ + stage * (TileBytes(kRows, kWidth) / 16), part);
+  }
+  // dP^T = V dO^T.
+  __device__ __forceinline__ void ValueDout(Logits& s, uint32_t stage, int32_t part) const {
+    Rows<kValueWidth>(s, value_, dout_ + stage * (TileBytes(kRows, kValueWidth) / 16), part);
+  }
+
+  // dV += P^T dO.
+  __device__ __forceinline__ void WeightDout(ValueSum& sum,
+                                             const Weights& weights,
+                                             uint32_t stage,
+                                             int32_t part) const {
+    Keys(sum, weights, dout_ + stage * (TileBytes(kRows, kValueWidth) / 16), part);
+    ptx::wgmma_commit_group();
+  }
+  // dK += dS^T Q, of all rows.
+  __device__ __forceinline__ void WeightQuery(KeySum& sum,
+                                              const Weights& weights,
+                                              uint32_t stage) const {
+#pragma unroll
+    for (int32_t part = 0; part < Variant::kParts; ++part) {
+      Keys(sum, weights, query_ + stage * (TileBytes(kRows, kWidth) / 16), part);
+    }
+    ptx::wgmma_commit_group();
+  }
+
+  // dQ = dS K: some of its columns, from a multiple of 32 on, in the warpgroup's rows.
+  template <int32_t kCount>
+  __device__ __forceinline__ void WeightKey(float (&sum)[kCount],
+                                            uint32_t weight_stage,
+                                            uint32_t column) const {
+    const uint64_t weights =
+        weights_ + weight_stage * (TileBytes(kRows, kKeys) / 16) +
+        (Variant::kSharesRows ? consumer_ * (PanelBytes(64) / 16) : 0);
+    const uint64_t key = all_keys_ + ColumnOffset(kKeys, column) / 16;
+    Step<false>(sum, weights, key);
+#pragma unroll
+    for (int32_t i = kStep; i < kKeys; i += kStep) Step<true>(sum, weights, key, i);
+  }
+
+ private:
+  uint32_t consumer_;
+  uint64_t all_keys_, key_, value_;  // the latter two from the warpgroup's first key on
+  uint64_t query_, dout_, weights_;
+
+  template <int32_t kColumns>
+  static __device__ __forceinline__ void Rows(Logits& s,
+                                              uint64_t keys,
+                                              uint64_t rows,
+                                              int32_t part) {
+    rows += part * (PanelBytes(kPartRows) / 16);
+    ptx::wgmma_m64k16_tiles<Element, false, false>(s, keys, rows);
+#pragma unroll
+    for (int32_t i = kStep; i < kColumns; i += kStep) {
+      ptx::wgmma_m64k16_tiles<Element, true, false>(
+          s, keys + ColumnOffset(kKeys, i) / 16, rows + ColumnOffset(kRows, i) / 16);
+    }
+    ptx::wgmma_commit_group();
+  }
+
+  template <int32_t kCount>
+  static __device__ __forceinline__ void Keys(float (&sum)[kCount],
+                                              const Weights& weights,
+                                              uint64_t rows,
+                                              int32_t part) {
+#pragma unroll
+    for (int32_t i = 0; i < kPartRows; i += kStep) {
+      ptx::wgmma_m64k16_rs<Element>(
+          sum, weights[part] + i / 4, rows + PanelBytes(part * kPartRows + i) / 16);
+    }
+  }
+
+  template <bool kAdd, int32_t kCount>
+  static __device__ __forceinline__ void Step(float (&sum)[kCount],
+                                              uint64_t weights,
+                                              uint64_t key,
+                                              int32_t i = 0) {
+    ptx::wgmma_m64k16_tiles<Element, kAdd, true>(
+        sum, weights + ColumnOffset(kRows, i) / 16, key + PanelBytes(i) / 16);
+  }
+
+  // Panels follow each other where rows of the tile are summed over.
+  static __device__ __forceinline__ uint64_t Descriptor(const void* tile, int32_t rows) {
+    return ptx::wgmma_matrix_descriptor(Uniform(SharedAddress(tile)), PanelBytes(rows));
+  }
+};
+
+}  // namespace jax_fa4::sm90
+
+#endif  // JAX_FA4_CSRC_SM90_BACKWARD_PRODUCTS_H_
