@@ -229,7 +229,10 @@ def test_plans_count_in_64_bits():
     # 2^33 elements of query and out, 2^32 bytes of lse.
     (launch,) = forward_plan(forward_arrays(B=16, T=1 << 20, S=1 << 20, N=64, K=8, D=8), band=(-(1 << 20), 1 << 20))
     assert launch["grid"][0] >= (1 << 13) * 64 * 16
-    assert extension.backward_workspace_bytes(16, 1 << 20, 1 << 20, 64, 8, 8, 8, 2) == 1 << 32
+    assert extension.backward_workspace_bytes(16, 1 << 20, 1 << 20, 64, 8, 8, 8, 4) == 1 << 32
+    # And for tensor cores 2^36 elements of sums, lse and delta, and numbers of blocks of 128 rows.
+    more = (4 << 36) + 2 * (4 << 30) + 16 * (16 << 13) + (4 << 23)
+    assert extension.backward_workspace_bytes(16, 1 << 20, 1 << 20, 64, 8, 8, 8, 2) == more
     delta, query, _ = backward_plan(backward_arrays(B=16, T=1 << 20, S=1 << 20, N=64, K=8, D=8), band=(0, 1))
     assert delta["grid"] == (1 << 27, 1, 1)
     assert query["grid"][0] >= (1 << 13) * 64 * 16
@@ -329,7 +332,9 @@ def test_no_kernel_says_why():
     plain = "the plain kernels need compute capability 8.0 or newer, and the GPU has 7.5."
     with pytest.raises(ValueError, match=f"^{re.escape(f'no kernel can do this: {fast}; {plain}')}$"):
         forward_plan(forward_arrays(), capability=(7, 5))
-    with pytest.raises(ValueError, match=f"^{re.escape(f'no kernel can do this: {plain}')}$"):
+    with pytest.raises(
+        ValueError, match=f"^{re.escape(f'no kernel can do this: {fast}; {plain}').replace('forward', 'backward')}$"
+    ):
         backward_plan(backward_arrays(), capability=(7, 5))
     with pytest.raises(ValueError, match=r"8\.0; the plain .* of width up to 256, and these have D 8 and Dv 257\.$"):
         forward_plan(forward_arrays(D=8, Dv=257))
@@ -699,8 +704,12 @@ def test_tasks_of_the_blackwell_forward_are_counted_in_31_bits(full):
 def test_each_pass_has_its_own_kernels(capability, serves, dtype):
     (forward,) = forward_plan(forward_arrays(dtype=dtype), capability)
     assert forward["module"] == (serves.module if serves and dtype != "float32" else "sm80_forward")
-    backward = backward_plan(backward_arrays(dtype=dtype), capability)
-    assert [launch["module"] for launch in backward] == ["sm80_backward"] * 3
+    backward = [launch["module"] for launch in backward_plan(backward_arrays(dtype=dtype), capability)]
+    if serves and dtype != "float32":
+        name = serves.module.replace("forward", "backward")
+        assert backward == ["backward_rows", name, "backward_rows"]
+    else:
+        assert backward == ["sm80_backward"] * 3
 
 
 @pytest.mark.parametrize(
@@ -931,7 +940,7 @@ struct Launch {
   uint64_t stream, context;  // the context that was current
   char kernel[64];           // the number of its module, and its name
   unsigned grid[3];
-  unsigned char parameters[1024];
+  unsigned char parameters[2048];
 };
 int parameter_bytes = 0;     // of the kernels that are launched
 uint64_t context_id = 0;     // of context 0: others have higher ones
@@ -1065,7 +1074,7 @@ class _Launch(ctypes.Structure):
         ("context", ctypes.c_uint64),
         ("kernel", ctypes.c_char * 64),
         ("grid", ctypes.c_uint * 3),
-        ("parameters", ctypes.c_ubyte * 1024),
+        ("parameters", ctypes.c_ubyte * 2048),
     )
 
 
@@ -1130,7 +1139,7 @@ class Calls:
         elif len(arrays) == 9:
             launches = forward_plan(arrays, capability, band, softcap, 30 + gpu, 50 << 20)
         else:
-            launches = backward_plan(arrays, capability, band, softcap, deterministic)
+            launches = backward_plan(arrays, capability, band, softcap, deterministic, 30 + gpu, 50 << 20)
         place = {name: base + 4096 * i for i, name in enumerate(arrays)}
         expected = []
         for launch in launches:
@@ -1171,20 +1180,21 @@ COPY = {"x": ("float32", (33, 36)), "copy": ("float32", (33, 36))}
 def check_addresses(calls):
     """Each call has its own addresses, tensor maps are encoded once for each, and modules are loaded by initialize."""
     count, modules = calls.variable("encodings"), calls.variable("modules")
-    for arrays, maps in (
-        (forward_arrays(), 4),
-        (COPY, 2),
-        (forward_arrays(dtype="float32"), 0),
-        (backward_arrays(), 0),
+    for arrays, maps, files in (
+        (forward_arrays(), 4, 1),
+        (COPY, 2, 1),
+        (forward_arrays(dtype="float32"), 0, 1),
+        (backward_arrays(dtype="float32"), 0, 1),
+        (backward_arrays(), 6, 2),
     ):
         loaded, executed = modules.value, extension.plans_executed()
         assert calls.call(arrays, stage="initialize") == ""
-        assert (modules.value, extension.plans_executed()) == (loaded + 1, executed)
+        assert (modules.value, extension.plans_executed()) == (loaded + files, executed)
         for base, encodes in ((1 << 20, maps), (1 << 30, maps), (1 << 20, 0), (1 << 30, 0), ((1 << 20) + 4096, None)):
             before = count.value
             calls.check(arrays, base=base)
             assert encodes is None or count.value == before + encodes
-        assert (modules.value, extension.plans_executed()) == (loaded + 1, executed + 5)
+        assert (modules.value, extension.plans_executed()) == (loaded + files, executed + 5)
 
 
 def check_kinds(calls):
@@ -1196,7 +1206,12 @@ def check_kinds(calls):
     kinds += [{"arrays": forward_arrays(lead={name: 1})} for name in ("query", "key", "value")]
     kinds += [{"arrays": forward_arrays(lead={"scale": 2})}]
     kinds += [{"arrays": forward_arrays(**{size: 8})} for size in ("B", "T", "S", "N", "D", "Dv")]
-    kinds += [{"arrays": backward_arrays(dlse)} | more for dlse in (True, False) for more in ({}, how)]
+    kinds += [
+        {"arrays": backward_arrays(dlse, dtype=dtype)} | more
+        for dlse in (True, False)
+        for dtype in ("bfloat16", "float32")
+        for more in ({}, how, {"deterministic": False})
+    ]
     kinds += [{"arrays": COPY}, {"arrays": dict.fromkeys(COPY, ("int32", (33, 36)))}]
     kinds += [{"arrays": dict.fromkeys(COPY, (dtype, (36, 40)))} for dtype in ("float16", "bfloat16")]
     for some in (kinds, kinds[::-1], kinds):
@@ -1282,7 +1297,10 @@ def calls_library(tmp_path_factory):
         "sm80_backward.sm_80",
         "sm90_copy.sm_90",
         "sm90_forward.sm_90",
+        "sm90_backward.sm_90",
         "sm100_forward.sm_100",
+        "sm100_backward.sm_100",
+        "backward_rows.sm_90",
     ):
         (folder / f"{module}.ptx.xz").write_bytes(lzma.compress(b"a module for this driver"))
     return folder
