@@ -20,7 +20,7 @@ import pytest
 from cases import KINDS, Sizes, operands
 from hypothesis import given
 from hypothesis import strategies as st
-from suite import MASKS, AttentionSuite, label, masked, pairwise, planted, quick_first
+from suite import MASKS, label, masked, pairwise, planted, quick_first
 from test_emulated_attention import MAPPED
 
 from jax_fa4 import attention, emulated
@@ -48,6 +48,18 @@ POISONED = (
 Widths = tuple[int, int]
 Build = tuple[Widths, str, Arch]
 """Compiled widths, a dtype, and a GPU."""
+
+
+def parametrize_builds(metafunc: pytest.Metafunc, suite: Any) -> None:
+    """Gives tests of a forward or a backward their arguments `compiled`, of its widths, and `build`."""
+    if "compiled" in metafunc.fixturenames:
+        metafunc.parametrize("compiled", suite.compiled_widths, ids=str)
+    if "build" in metafunc.fixturenames:
+        builds = itertools.product(suite.compiled_widths, DTYPES, suite.targets)
+        slow = {build: [] if build in suite.quick_builds else [pytest.mark.slow] for build in builds}
+        metafunc.parametrize(
+            "build", [pytest.param(x, marks=marks, id="-".join(map(str, x))) for x, marks in slow.items()]
+        )
 
 
 class Launched(NamedTuple):
@@ -80,14 +92,7 @@ class ForwardSuite:
     truncates = False
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        if "compiled" in metafunc.fixturenames:
-            metafunc.parametrize("compiled", self.compiled_widths, ids=str)
-        if "build" in metafunc.fixturenames:
-            builds = itertools.product(self.compiled_widths, DTYPES, self.targets)
-            slow = {build: [] if build in self.quick_builds else [pytest.mark.slow] for build in builds}
-            metafunc.parametrize(
-                "build", [pytest.param(x, marks=marks, id="-".join(map(str, x))) for x, marks in slow.items()]
-            )
+        parametrize_builds(metafunc, self)
 
     def entry(self, arguments: Mapping[str, Any]) -> str | None:
         """The kernel's name; None where another one serves."""
@@ -150,27 +155,6 @@ class ForwardSuite:
     ) -> Launched:
         rng = np.random.default_rng(1)
         return self.check(operands(sizes, dtype, rng) | masked(sizes, NONE | choice, rng), **options)
-
-    def check_gradients(self, arguments: Mapping[str, Any]) -> None:
-        """Those of another kernel, which takes this forward's out, lse and its rounding."""
-        suite = GradientSuite()
-        suite.implementation, suite.forward, suite.arch = self.implementation, self, next(iter(self.targets))
-        suite.check(arguments)
-
-    @pytest.mark.parametrize(
-        ("dtype", "widths", "choice"),
-        [
-            ("bfloat16", (128, 128), {}),
-            ("float16", (64, 64), {"is_causal": True, "query_offset": "end", "sinks": "some"}),
-            ("bfloat16", (192, 128), {"key_value_seq_lengths": "some", "softcap": 2.0}),
-        ],
-        ids=str,
-    )
-    def test_gradients(self, dtype: str, widths: Widths, choice: Mapping[str, Any]) -> None:
-        rng = np.random.default_rng(2)
-        sizes = Sizes(1, 150, 140, 2, 1, *widths)
-        # Logits in the hundreds, of which lse keeps few digits.
-        self.check_gradients(operands(sizes, dtype, rng, "huge_logits") | masked(sizes, NONE | choice, rng))
 
     # ---- Every configuration
 
@@ -517,33 +501,6 @@ class ForwardSuite:
         want = np.array([4, 6, 0 if is_rescaled else 2.0**-5]) * [*[2 ** (2.0 - reference)] * 2, 1] / row_sum
         got = ran.out[0, 0, 0, :3].astype(np.float64)
         np.testing.assert_allclose(got, want, rtol=2**-10, atol=0)
-
-
-class GradientSuite(AttentionSuite):
-    """The suite of all implementations: the plain kernels' backward takes this forward's out, lse and its rounding.
-
-    Attributes:
-      forward: the suite of the forward.
-      arch: of the GPU, where it is emulated.
-    """
-
-    dtypes = ("float16", "bfloat16", "float32")
-    dense = False
-    forward: ForwardSuite
-    arch: Arch
-
-    @property
-    def truncates(self) -> bool:  # type: ignore[override]
-        return self.forward.truncates
-
-    def check(self, arguments: Mapping[str, Any], *, poison: float | None = None) -> None:
-        with self.forward.launches(arch=self.arch) as launches:
-            super().check(arguments, poison=poison)
-        sizes = [arguments[name].size for name in ("query", "key", "value")]
-        if self.implementation == "emulated" and self.supports(arguments) and all(sizes):
-            name = self.forward.entry(arguments)
-            assert launches[0].module == (self.forward.module if name else "sm80_forward")
-            assert launches[0].kernel.startswith("forward_" if name is None else name.rpartition("_")[0])
 
 
 class Row(NamedTuple):

@@ -10,7 +10,7 @@ import forward_mutation
 import numpy as np
 import pytest
 from cases import Sizes, operands
-from forward_suite import SIZES, ForwardSuite, GradientSuite
+from forward_suite import SIZES, ForwardSuite
 from suite import label
 
 from jax_fa4.emulated import mutation
@@ -28,22 +28,6 @@ class TestBlackwellForward(ForwardSuite):
         ((128, 128), "bfloat16", "sm_103"),
         ((192, 128), "float16", "sm_100"),
     )
-
-
-@pytest.mark.slow
-class TestSuiteInBfloat16(GradientSuite):
-    implementation = "emulated"
-    dtype = "bfloat16"
-    forward = TestBlackwellForward()
-    arch = "sm_100"
-
-
-@pytest.mark.slow
-class TestSuiteInFloat16(GradientSuite):
-    implementation = "emulated"
-    dtype = "float16"
-    forward = TestBlackwellForward()
-    arch = "sm_103"
 
 
 @pytest.mark.parametrize("choice", [{}, {"is_causal": True}], ids=label)

@@ -7,7 +7,7 @@ from typing import Any
 
 import forward_mutation
 import pytest
-from forward_suite import SIZES, ForwardSuite, GradientSuite
+from forward_suite import SIZES, ForwardSuite
 from suite import GPU_TRUNCATES, label
 
 from jax_fa4.emulated import mutation
@@ -34,31 +34,6 @@ class TestForwardOnGpu(TestHopperForward):
 
     implementation = "cuda"
     truncates = GPU_TRUNCATES
-
-
-@pytest.mark.slow
-class TestSuiteInBfloat16(GradientSuite):
-    implementation = "emulated"
-    dtype = "bfloat16"
-    forward = TestHopperForward()
-    arch = "sm_90"
-
-
-@pytest.mark.slow
-class TestSuiteInFloat16(TestSuiteInBfloat16):
-    dtype = "float16"
-
-
-@pytest.mark.gpu
-class TestSuiteInBfloat16OnGpu(TestSuiteInBfloat16):
-    implementation = "cuda"
-    forward = TestForwardOnGpu()
-
-
-@pytest.mark.gpu
-class TestSuiteInFloat16OnGpu(TestSuiteInFloat16):
-    implementation = "cuda"
-    forward = TestForwardOnGpu()
 
 
 @pytest.mark.parametrize("choice", [{}, {"is_causal": True}], ids=label)
