@@ -215,11 +215,13 @@ class BackwardSuite:
             self.check_masks(choice, sizes, "float16", poison=poison, seed=seed)
 
     @pytest.mark.parametrize(
-        ("first", "end"),
+        "span",
         [(0, 1), (127, 129), (129, 255), (383, 384), *marked(pytest.mark.slow, (1, 2), (128, 256), (5, 300), (250, 383))],
+        ids=str,
     )
-    def test_hull_that_ends_anywhere_in_a_block(self, first: int, end: int) -> None:
+    def test_hull_that_ends_anywhere_in_a_block(self, span: tuple[int, int]) -> None:
         """Two rows see [first, end) of three blocks: all other keys, values and rows are NaN."""
+        first, end = span
         arguments = operands(Sizes(1, 200, 384, 1, 1, 64, 64), "bfloat16", np.random.default_rng(first))
         lower, upper = np.zeros((2, 1, 200), np.int32)
         lower[0, [60, 150]], upper[0, [60, 150]] = first, end
@@ -343,7 +345,10 @@ class BackwardSuite:
         if launches:
             assert [launch.module for launch in launches[1:]] == ["backward_rows", self.module, "backward_rows"]
         for i in range(3):
-            want = jax.jit(gradients)(arrays | {name: x[i] for name, x in stacks.items()})
+            with self.forward.launches():
+                want = jax.block_until_ready(
+                    jax.jit(gradients)(arrays | {name: x[i] for name, x in stacks.items()})
+                )
             for name, x in want.items():
                 # The scale's gradient is a sum that XLA makes, in an order that depends on its length.
                 compare = (
@@ -417,11 +422,12 @@ class BackwardSuite:
     def check_order(
         self, choice: Mapping[str, Any], seeds: Sequence[int], sizes: Sizes = SEVERAL_BLOCKS, dtype: str = "bfloat16"
     ) -> None:
-        arguments = self.masked(choice, sizes, dtype)
+        arguments = self.masked(choice, sizes, dtype) | {"scale": np.float32(0.1)}
         fast = self.distinct(arguments, seeds)
         assert set(self.distinct(arguments | {"deterministic": True}, seeds).values()) == {1}
-        # Of four blocks of keys; what a block keeps is the same in any mode.
-        assert fast.pop("query") > 1
+        # What a block of keys keeps is the same in any mode. Of queries' gradients rounding may hide the order.
+        assert fast.pop("scale") > 1
+        assert fast.pop("query") >= 1
         assert set(fast.values()) == {1}
 
     @pytest.mark.parametrize("choice", [{}, {"is_causal": True, "query_offset": "end"}], ids=label)
@@ -431,7 +437,9 @@ class BackwardSuite:
         self.check_order(choice, range(5))
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("choice", [{}, WINDOW, {"row_bounds": "some", "softcap": 4.0}], ids=label)
+    @pytest.mark.parametrize(
+        "choice", [{}, {"left": 300, "right": 3, "query_offset": "end"}, {"row_bounds": "some", "softcap": 4.0}], ids=label
+    )
     def test_deterministic_over_many_seeds(self, choice: Mapping[str, Any], compiled: Widths) -> None:
         if self.implementation != "emulated":
             pytest.skip("only the emulator's scheduler has seeds")
@@ -448,17 +456,17 @@ class BackwardSuite:
     # ---- What is visited
 
     def test_blocks_that_see_nothing_of_each_other_are_not_visited(self) -> None:
-        sizes = Sizes(1, 128, 128, 1, 1, 64, 64)
-        near = self.check_masks({"is_causal": True}, sizes)
-        far = self.check_masks({"is_causal": True}, sizes._replace(keys=1000))
-        late = self.check_masks({"is_causal": True, "query_offset": 128}, sizes._replace(rows=1000, keys=128))
-        full = self.check_masks({}, sizes._replace(keys=1000))
+        sizes = Sizes(1, 128, 128, 4, 1, 64, 64)
+        choices = (({"is_causal": True}, 128), ({"is_causal": True}, 1000), ({}, 1000))
+        near, far, full = (self.check_masks(choice, sizes._replace(keys=keys)) for choice, keys in choices)
+        sizes = Sizes(1, 1000, 1000, 1, 1, 64, 64)
+        narrow, wide = (self.check_masks(choice, sizes) for choice in ({"left": 20, "right": 20}, {}))
         if self.implementation != "emulated":
             pytest.skip("the results are right; what was computed, only the emulator tells")
-        counts = [pulled.launches[2].instructions for pulled in (near, far, full)]
+        counts = [pulled.launches[2].instructions for pulled in (near, far, full, narrow, wide)]
         # Blocks of keys that no row sees only store zeros.
         assert counts[1] - counts[0] < (counts[2] - counts[0]) / 3
-        assert late.launches[2].instructions > 4 * counts[0]  # eight blocks of rows
+        assert counts[3] < 0.6 * counts[4]  # where there are no masks, which cost more
 
     def test_whole_blocks_have_no_masks(self) -> None:
         """Of a long causal call most blocks are seen whole: their part costs as much as without a mask."""
