@@ -449,66 +449,66 @@ struct Backward {
 
   // ---- Reduce
 
-  // A thread has a row of dQ; where there are 64, the first or the last columns of one.
+  // A thread has a row of dQ. Of 64 rows, lanes from 16 on have columns from 128 on.
   __device__ __forceinline__ void Reduce() const {
-    constexpr int32_t kLoads = kRows == 64 ? 4 : kShape.width / 32;
-    constexpr int32_t kPieces = BackwardDqueryPieces(kShape);
+    constexpr int32_t kCount = kRows == 64 ? 128 : kShape.width;
     const uint32_t tensor_dq = OwnLanes() + kColumns.dq;
     const bool leads = Warp() == kReduceGroup * 4 && ptx::elect_sync();
-    const uint32_t staged = SharedAddress(memory.Dquery(0)) + (kRows == 64 ? 0 : TensorLane() * 16);
     const Task task(p);
     Blocks blocks(p, task);
     uint32_t phase = 0;
 #pragma unroll 1
     while (blocks.Next()) {
-      float x[kLoads][32];
+      float x[kCount / 32][32];
       control.dq_ready.Wait(phase);
       ptx::tcgen05_fence_after_thread_sync();
 #pragma unroll
-      for (int32_t i = 0; i < kLoads; ++i) ptx::tcgen05_ld_32x32b(tensor_dq + 32 * i, x[i]);
+      for (int32_t i = 0; i < kCount / 32; ++i) ptx::tcgen05_ld_32x32b(tensor_dq + 32 * i, x[i]);
       ptx::tcgen05_wait_ld();
       ptx::tcgen05_fence_before_thread_sync();
       ArriveOnce(control.dq_empty);
 
       const int64_t block = BlockIndex(task, blocks);
-      float* const sum = p.dquery_sum + block * (kRows * kShape.width);
       if (p.deterministic && leads) AwaitTurn(task, blocks, block);
-#pragma unroll
-      for (int32_t piece = 0; piece < kPieces; ++piece) {
-        if (leads) ptx::cp_async_bulk_wait_group_read<BackwardDqueryStages(kShape) - 1>();
-        ReduceBarrier::Wait();
-        StagePiece(reinterpret_cast<const float(&)[kLoads * 32]>(x), piece, staged);
-        ptx::fence_proxy_async();
-        ReduceBarrier::Wait();
-        if (leads) {
-          AddPiece(sum, piece);
-          ptx::cp_async_bulk_commit_group();
-        }
-      }
+      Add(reinterpret_cast<const float(&)[kCount]>(x),
+          p.dquery_sum + block * (kRows * kShape.width),
+          leads);
       if (p.deterministic && leads) EndTurn(block);
       __syncwarp();
       phase ^= 1;
     }
-    if (leads) ptx::cp_async_bulk_wait_group_0();
+    if (leads) ptx::cp_async_bulk_wait_group_read<0>();
     __syncwarp();
   }
 
-  // Stores a thread's part of a piece. Four columns of all rows lie together.
+  // Adds dQ of a block of rows to their sums, four columns of all rows after the other.
   template <int32_t kCount>
-  static __device__ __forceinline__ void StagePiece(const float (&x)[kCount],
-                                                    int32_t piece,
-                                                    uint32_t staged) {
-    constexpr int32_t kColumnsOfPiece = kShape.width / BackwardDqueryPieces(kShape);
-    const uint32_t stage = staged + piece % BackwardDqueryStages(kShape) * Memory::kPieceBytes;
+  __device__ __forceinline__ void Add(const float (&x)[kCount], float* sum, bool leads) const {
+    constexpr int32_t kPieceColumns = BackwardPieceColumns(kShape);
+    const bool has_upper = kRows == 64 && Lane() >= 16;
+    const uint32_t row = kRows == 64 ? TensorLane() / 32 * 16 + Lane() % 16 : TensorLane();
+    float4* const staged = reinterpret_cast<float4*>(memory.Dquery(0)) + row +
+                           (has_upper ? 128 / 4 * kRows : 0);
 #pragma unroll
-    for (int32_t i = 0; i < kColumnsOfPiece; i += 4) {
-      const float* const four = &x[piece * kColumnsOfPiece + i];
-      asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(stage + i / 4 * kRows * 16),
-                   "f"(four[0]),
-                   "f"(four[1]),
-                   "f"(four[2]),
-                   "f"(four[3])
-                   : "memory");
+    for (int32_t first = 0; first < kCount; first += kPieceColumns) {
+      const int32_t piece = first / kPieceColumns;
+      // What the piece before the last one left from is free again.
+      if (leads) ptx::cp_async_bulk_wait_group_read<1>();
+      ReduceBarrier::Wait();
+      if (first + (kRows == 64 ? 128 : 0) < kShape.width || !has_upper) {
+#pragma unroll
+        for (int32_t i = first; i < first + kPieceColumns; i += 4) {
+          constexpr int32_t kStaged = BackwardPieceStages(kShape) * kPieceColumns;
+          staged[i % kStaged / 4 * kRows] = make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]);
+        }
+      }
+      ptx::fence_proxy_async();
+      ReduceBarrier::Wait();
+      if (leads) {
+        AddPiece(sum, piece);
+        if (kRows == 64 && piece == 0) AddPiece(sum, 128 / kPieceColumns);
+        ptx::cp_async_bulk_commit_group();
+      }
     }
   }
 
@@ -584,7 +584,11 @@ using namespace jax_fa4;
   BACKWARD(Element, shape, width_name, full, Kind::kFull)     \
   BACKWARD(Element, shape, width_name, bounds, Kind::kBounds) \
   BACKWARD(Element, shape, width_name, softcap, Kind::kSoftcap)
-#define BACKWARD_WIDTHS(Element) \
-  BACKWARD_KINDS(Element, 2, 128)
+#define BACKWARD_WIDTHS(Element)  \
+  BACKWARD_KINDS(Element, 0, 64)  \
+  BACKWARD_KINDS(Element, 1, 96)  \
+  BACKWARD_KINDS(Element, 2, 128) \
+  BACKWARD_KINDS(Element, 3, 192_128)
 
+BACKWARD_WIDTHS(float16)
 BACKWARD_WIDTHS(bfloat16)
