@@ -37,8 +37,10 @@ struct LogitScale {
 // kCapped * tanh(x ln(2) / 2): what remains of e^2x is 2^x. Where the result is small, so is the
 // difference of 1 that it would be: there a polynomial keeps the relative error below 2^-20 as
 // elsewhere. (tanh.approx has one of 2^-11, far too coarse for a logit.)
-__device__ __forceinline__ float2 Cap(float2 x) {
-  constexpr float kPolynomialUpTo = 1.15f, kCapped = LogitScale::kCapped;
+inline constexpr float kCapNearZero = 1.15f;
+// Of numbers up to that.
+__device__ __forceinline__ float2 CapNearZero(float2 x) {
+  constexpr float kCapped = LogitScale::kCapped;
   // The least relative error, 2^-23, of x times a polynomial of degree 3 in x^2 up to there.
   constexpr float kC0 = 0x1.62e43p-2f * kCapped, kC1 = -0x1.c6ab7cp-7f * kCapped,
                   kC2 = 0x1.5c122ap-11f * kCapped, kC3 = -0x1.e19302p-16f * kCapped;
@@ -46,14 +48,17 @@ __device__ __forceinline__ float2 Cap(float2 x) {
   float2 small = ptx::fma_rn_f32x2(square, Both(kC3), Both(kC2));
   small = ptx::fma_rn_f32x2(small, square, Both(kC1));
   small = ptx::fma_rn_f32x2(small, square, Both(kC0));
-  small = ptx::mul_rn_f32x2(small, x);
-
+  return ptx::mul_rn_f32x2(small, x);
+}
+__device__ __forceinline__ float2 Cap(float2 x) {
+  constexpr float kCapped = LogitScale::kCapped;
+  const float2 small = CapNearZero(x);
   float2 large = make_float2(ptx::ex2_approx_ftz_f32(x.x), ptx::ex2_approx_ftz_f32(x.y));
   large = ptx::add_rn_f32x2(large, Both(1));
   large = make_float2(ptx::rcp_approx_ftz_f32(large.x), ptx::rcp_approx_ftz_f32(large.y));
   large = ptx::fma_rn_f32x2(large, Both(-2 * kCapped), Both(kCapped));
-  return make_float2(fabsf(x.x) < kPolynomialUpTo ? small.x : large.x,
-                     fabsf(x.y) < kPolynomialUpTo ? small.y : large.y);
+  return make_float2(fabsf(x.x) < kCapNearZero ? small.x : large.x,
+                     fabsf(x.y) < kCapNearZero ? small.y : large.y);
 }
 
 template <int32_t kCount>

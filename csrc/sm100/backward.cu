@@ -76,10 +76,9 @@ struct Backward {
   __device__ __forceinline__ uint32_t OwnLanes() const {
     return Uniform(control.tensor_memory + (Warp() % 4 * 32 << 16));
   }
-  // Of a row of a block in the arrays (B, N, R).
-  __device__ __forceinline__ int64_t BlockIndex(const Task& task, const Blocks& blocks) const {
-    return (int64_t{task.batch} * p.heads + task.head + blocks.InGroup()) * p.row_blocks +
-           blocks.Block();
+  // Of arrays (B, N, row_blocks). What it counts is large.
+  __device__ __forceinline__ uint32_t BlockIndex(const Task& task, const Blocks& blocks) const {
+    return (task.batch * p.heads + task.head + blocks.InGroup()) * p.row_blocks + blocks.Block();
   }
 
   // ---- Load
@@ -94,7 +93,7 @@ struct Backward {
 #pragma unroll 1
     while (blocks.Next()) {
       const uint32_t head = task.head + blocks.InGroup(), row = blocks.Block() * kRows;
-      if (first && leads) {
+      if (first && ptx::elect_sync()) {
         LoadTile<kKeys, kShape.width>(memory.Key(),
                                       p.key,
                                       task.kv_head,
@@ -105,7 +104,7 @@ struct Backward {
       control.q_empty[query.stage].Wait(query.parity ^ 1);
       __syncwarp();  // else a lane may be left behind and miss a phase
       if (leads) LoadQuery(task, head, row, BlockIndex(task, blocks), query.stage);
-      if (first && leads) {
+      if (first && ptx::elect_sync()) {
         LoadTile<kKeys, kShape.value_width>(memory.Value(),
                                             p.value,
                                             task.kv_head,
@@ -134,7 +133,7 @@ struct Backward {
 
   // Q, and what else rows need.
   __device__ __forceinline__ void LoadQuery(
-      const Task& task, uint32_t head, uint32_t row, int64_t block, int32_t stage) const {
+      const Task& task, uint32_t head, uint32_t row, uint32_t block, int32_t stage) const {
     constexpr uint32_t kBytes = kRows * sizeof(float);
     Barrier& full = control.q_full[stage];
     ptx::mbarrier_arrive_expect_tx(full.Get(), BackwardQueryBytes(kShape) + 2 * kBytes);
@@ -149,8 +148,8 @@ struct Backward {
                                         full.Get());
     }
     auto& numbers = control.row_numbers[stage];
-    ptx::cp_async_bulk_load(numbers.lse_log2, p.lse_log2 + block * kRows, kBytes, full.Get());
-    ptx::cp_async_bulk_load(numbers.delta, p.delta + block * kRows, kBytes, full.Get());
+    ptx::cp_async_bulk_load(numbers.lse_log2, p.lse_log2 + int64_t{block} * kRows, kBytes, full.Get());
+    ptx::cp_async_bulk_load(numbers.delta, p.delta + int64_t{block} * kRows, kBytes, full.Get());
   }
 
   // ---- MMA
@@ -449,79 +448,87 @@ struct Backward {
 
   // ---- Reduce
 
-  // A thread has a row of dQ; where there are 64, the first or the last columns of one.
+  // A thread has a row of dQ. Of 64 rows, lanes from 16 on have columns from 128 on.
   __device__ __forceinline__ void Reduce() const {
-    constexpr int32_t kLoads = kRows == 64 ? 4 : kShape.width / 32;
-    constexpr int32_t kPieces = BackwardDqueryPieces(kShape);
+    constexpr int32_t kCount = kRows == 64 ? 128 : kShape.width;
     const uint32_t tensor_dq = OwnLanes() + kColumns.dq;
-    const bool leads = Warp() == kReduceGroup * 4 && ptx::elect_sync();
-    const uint32_t staged = SharedAddress(memory.Dquery(0)) + (kRows == 64 ? 0 : TensorLane() * 16);
     const Task task(p);
     Blocks blocks(p, task);
+    unsigned char* const stages = &UniformReference(*memory.Dquery(0));
+    // One thread issues copies. It is chosen wherever it is needed, so that the compiler sees that it
+    // is one.
+    const bool leads = Warp() == kReduceGroup * 4;
     uint32_t phase = 0;
 #pragma unroll 1
     while (blocks.Next()) {
-      float x[kLoads][32];
+      float x[kCount / 32][32];
       control.dq_ready.Wait(phase);
       ptx::tcgen05_fence_after_thread_sync();
 #pragma unroll
-      for (int32_t i = 0; i < kLoads; ++i) ptx::tcgen05_ld_32x32b(tensor_dq + 32 * i, x[i]);
+      for (int32_t i = 0; i < kCount / 32; ++i) ptx::tcgen05_ld_32x32b(tensor_dq + 32 * i, x[i]);
       ptx::tcgen05_wait_ld();
       ptx::tcgen05_fence_before_thread_sync();
       ArriveOnce(control.dq_empty);
 
-      const int64_t block = BlockIndex(task, blocks);
-      float* const sum = p.dquery_sum + block * (kRows * kShape.width);
-      if (p.deterministic && leads) AwaitTurn(task, blocks, block);
-#pragma unroll
-      for (int32_t piece = 0; piece < kPieces; ++piece) {
-        if (leads) ptx::cp_async_bulk_wait_group_read<BackwardDqueryStages(kShape) - 1>();
-        ReduceBarrier::Wait();
-        StagePiece(reinterpret_cast<const float(&)[kLoads * 32]>(x), piece, staged);
-        ptx::fence_proxy_async();
-        ReduceBarrier::Wait();
-        if (leads) {
-          AddPiece(sum, piece);
-          ptx::cp_async_bulk_commit_group();
-        }
-      }
-      if (p.deterministic && leads) EndTurn(block);
+      const uint32_t block = BlockIndex(task, blocks);
+      if (p.deterministic && leads && ptx::elect_sync()) AwaitTurn(task, blocks, block);
+      Add(reinterpret_cast<const float(&)[kCount]>(x),
+          p.dquery_sum + uint64_t{block} * (kRows * kShape.width),
+          stages,
+          leads);
+      if (p.deterministic && leads && ptx::elect_sync()) EndTurn(block);
       __syncwarp();
       phase ^= 1;
     }
-    if (leads) ptx::cp_async_bulk_wait_group_0();
+    if (leads && ptx::elect_sync()) ptx::cp_async_bulk_wait_group_read<0>();
     __syncwarp();
   }
 
-  // Stores a thread's part of a piece. Four columns of all rows lie together.
+  // Adds dQ of a block of rows to their sums. Four columns of all rows lie together, in the stages
+  // and there.
   template <int32_t kCount>
-  static __device__ __forceinline__ void StagePiece(const float (&x)[kCount],
-                                                    int32_t piece,
-                                                    uint32_t staged) {
-    constexpr int32_t kColumnsOfPiece = kShape.width / BackwardDqueryPieces(kShape);
-    const uint32_t stage = staged + piece % BackwardDqueryStages(kShape) * Memory::kPieceBytes;
+  static __device__ __forceinline__ void Add(const float (&x)[kCount],
+                                             float* sum,
+                                             unsigned char* stages,
+                                             bool leads) {
+    constexpr int32_t kPiece = BackwardPieceColumns(kShape), kStages = BackwardPieceStages(kShape);
+    constexpr uint32_t kBytes = BackwardPieceBytes(kShape);
+    // Where the row has the other columns.
+    const bool has_upper = kRows == 64 && Lane() >= 16;
+    const uint32_t row = kRows == 64 ? TensorLane() / 32 * 16 + Lane() % 16 : TensorLane();
+    unsigned char* const staged = stages + row * 16 + (has_upper ? 128 / kPiece * kBytes : 0);
+    const auto add = [&](int32_t piece) {
+      ptx::cp_reduce_async_bulk_add_f32(
+          sum + piece * (kBytes / 4), stages + piece % kStages * kBytes, kBytes);
+    };
 #pragma unroll
-    for (int32_t i = 0; i < kColumnsOfPiece; i += 4) {
-      const float* const four = &x[piece * kColumnsOfPiece + i];
-      asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(stage + i / 4 * kRows * 16),
-                   "f"(four[0]),
-                   "f"(four[1]),
-                   "f"(four[2]),
-                   "f"(four[3])
-                   : "memory");
+    for (int32_t piece = 0; piece < kCount / kPiece; ++piece) {
+      ReduceBarrier::Wait();
+      if (!has_upper || 128 + piece * kPiece < kShape.width) {
+#pragma unroll
+        for (int32_t i = 0; i < kPiece; i += 4) {
+          const float* const four = &x[piece * kPiece + i];
+          *reinterpret_cast<float4*>(staged + piece % kStages * kBytes + i / 4 * kRows * 16) =
+              make_float4(four[0], four[1], four[2], four[3]);
+        }
+      }
+      ptx::fence_proxy_async();
+      ReduceBarrier::Wait();
+      if (leads && ptx::elect_sync()) {
+        add(piece);
+        if (kRows == 64 && piece == 0) add(128 / kPiece);
+        ptx::cp_async_bulk_commit_group();
+        // What the next piece is staged in is free again.
+        ptx::cp_async_bulk_wait_group_read<1>();
+      }
     }
-  }
-
-  __device__ __forceinline__ void AddPiece(float* sum, int32_t piece) const {
-    ptx::cp_reduce_async_bulk_add_f32(
-        sum + piece * (Memory::kPieceBytes / 4), memory.Dquery(piece), Memory::kPieceBytes);
   }
 
   // Where the order of additions is fixed, blocks of keys add in their order, from the first that
   // some row of the block sees.
   __device__ __forceinline__ void AwaitTurn(const Task& task,
                                             const Blocks& blocks,
-                                            int64_t block) const {
+                                            uint32_t block) const {
     uint32_t turn = task.block;
     if (Variant::kKind != Kind::kFull) {
       turn -= static_cast<uint32_t>(task.Hulls(p)[blocks.Block()].begin) / kKeys;
@@ -530,7 +537,7 @@ struct Backward {
     }
     ptx::fence_proxy_async_all();
   }
-  __device__ __forceinline__ void EndTurn(int64_t block) const {
+  __device__ __forceinline__ void EndTurn(uint32_t block) const {
     ptx::cp_async_bulk_wait_group_0();
     ptx::fence_proxy_async_all();
     ptx::red_release_gpu_global_add(&p.turns[block], 1);
@@ -584,7 +591,11 @@ using namespace jax_fa4;
   BACKWARD(Element, shape, width_name, full, Kind::kFull)     \
   BACKWARD(Element, shape, width_name, bounds, Kind::kBounds) \
   BACKWARD(Element, shape, width_name, softcap, Kind::kSoftcap)
-#define BACKWARD_WIDTHS(Element) \
-  BACKWARD_KINDS(Element, 2, 128)
+#define BACKWARD_WIDTHS(Element)  \
+  BACKWARD_KINDS(Element, 0, 64)  \
+  BACKWARD_KINDS(Element, 1, 96)  \
+  BACKWARD_KINDS(Element, 2, 128) \
+  BACKWARD_KINDS(Element, 3, 192_128)
 
+BACKWARD_WIDTHS(float16)
 BACKWARD_WIDTHS(bfloat16)

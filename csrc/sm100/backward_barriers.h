@@ -70,7 +70,7 @@ template <class Variant>
 struct BackwardMemory {
   static constexpr BackwardShape kShape = Variant::kShape;
   static constexpr int32_t kDoutStages = BackwardDoutStages(kShape);
-  static constexpr uint32_t kPieceBytes = BackwardDqueryPieceBytes(kShape);
+  static constexpr uint32_t kPieceBytes = BackwardPieceBytes(kShape);
   static_assert(sizeof(BackwardControl<Variant>) <= kBackwardControlBytes);
 
   unsigned char* start;
@@ -88,7 +88,7 @@ struct BackwardMemory {
   __device__ __forceinline__ unsigned char* Dlogits() const { return Dout(kDoutStages); }
   __device__ __forceinline__ unsigned char* Dquery(int32_t piece) const {
     return Dlogits() + BackwardDlogitsBytes(kShape) +
-           piece % BackwardDqueryStages(kShape) * kPieceBytes;
+           piece % BackwardPieceStages(kShape) * kPieceBytes;
   }
 };
 

@@ -46,23 +46,23 @@ JAX_FA4_HOST_DEVICE constexpr int32_t BackwardDoutStages(BackwardShape shape) {
   return BackwardDoutBytes(shape) <= 16 << 10 ? 2 : 1;
 }
 
-// dQ of a block of rows leaves in pieces. A piece is of 16 KB at most, and has a stage of its own
-// or shares it with every other one.
-JAX_FA4_HOST_DEVICE constexpr int32_t BackwardDqueryPieces(BackwardShape shape) {
-  return shape.width == 64 ? 2 : shape.width == 192 ? 3 : 4;
+// dQ of a block of rows leaves in pieces of so many columns of all rows, which take turns with two
+// stages; or, of 64 rows, from a stage for all of it.
+JAX_FA4_HOST_DEVICE constexpr int32_t BackwardPieceColumns(BackwardShape shape) {
+  return shape.row_block == 64 ? 64 : shape.width == 96 ? 24 : 32;
 }
-JAX_FA4_HOST_DEVICE constexpr uint32_t BackwardDqueryPieceBytes(BackwardShape shape) {
-  return shape.row_block * shape.width * 4 / BackwardDqueryPieces(shape);
+JAX_FA4_HOST_DEVICE constexpr uint32_t BackwardPieceBytes(BackwardShape shape) {
+  return BackwardPieceColumns(shape) * shape.row_block * sizeof(float);
 }
-JAX_FA4_HOST_DEVICE constexpr int32_t BackwardDqueryStages(BackwardShape shape) {
-  return BackwardDqueryPieces(shape) == 3 ? 3 : 2;
+JAX_FA4_HOST_DEVICE constexpr int32_t BackwardPieceStages(BackwardShape shape) {
+  return shape.row_block == 64 ? shape.width / BackwardPieceColumns(shape) : 2;
 }
 
 JAX_FA4_HOST_DEVICE constexpr uint32_t BackwardSharedBytes(BackwardShape shape) {
   return kBackwardControlBytes + BackwardKeyBytes(shape) + BackwardValueBytes(shape) +
          kBackwardQueryStages * BackwardQueryBytes(shape) +
          BackwardDoutStages(shape) * BackwardDoutBytes(shape) + BackwardDlogitsBytes(shape) +
-         BackwardDqueryStages(shape) * BackwardDqueryPieceBytes(shape);
+         BackwardPieceStages(shape) * BackwardPieceBytes(shape);
 }
 static_assert(BackwardSharedBytes(kBackwardShapes[0]) == (3 + 128 + 32) << 10 &&
               BackwardSharedBytes(kBackwardShapes[1]) == (3 + 192 + 24) << 10 &&

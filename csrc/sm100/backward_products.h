@@ -19,8 +19,8 @@ class BackwardProducts {
   __device__ __forceinline__ BackwardProducts(uint32_t tensor,
                                               const BackwardMemory<Variant>& memory)
       : tensor_(Uniform(tensor)),
-        key_(Descriptor(memory.Key(), kKeys)),
-        query_(Descriptor(memory.Query(0), kRows)) {}
+        key_(Descriptor(memory.Key(), kKeys, tensor >> 31)),
+        query_(Descriptor(memory.Query(0), kRows, tensor >> 30)) {}
 
   // S^T = K Q^T, where Q is in this stage.
   __device__ __forceinline__ void KeyQuery(int32_t stage) const {
@@ -131,12 +131,15 @@ class BackwardProducts {
     return DoutOffset(BackwardDoutStages(kShape)) + (uint64_t{kPanel} << 16);
   }
 
-  // Instructions take numbers from registers of the warp. There one instruction adds to a number,
-  // but two make a constant.
-  static __device__ __forceinline__ uint64_t Descriptor(const void* tile, int32_t rows) {
+  // Instructions take numbers from registers of the warp. There one instruction adds to a number of
+  // 64 bits, but three do if the compiler knows the upper half, and two if both descriptors share
+  // theirs. It does not know that `zero` is 0.
+  static __device__ __forceinline__ uint64_t Descriptor(const void* tile,
+                                                        int32_t rows,
+                                                        uint32_t zero) {
     const uint64_t descriptor =
         ptx::tcgen05_matrix_descriptor(SharedAddress(tile), PanelBytes(rows));
-    return uint64_t{Uniform(static_cast<uint32_t>(descriptor >> 32))} << 32 |
+    return uint64_t{Uniform(static_cast<uint32_t>(descriptor >> 32) | zero)} << 32 |
            Uniform(static_cast<uint32_t>(descriptor));
   }
   // What follows from it is computed where it is needed: the compiler would keep all of it through

@@ -26,14 +26,25 @@ struct BackwardScale {
   }
 };
 
-// 4 (1 - tanh(x)^2) / 4 of what Cap takes, x in its units: without a difference of near-equal
-// numbers, of which little would be left where the cap is all but reached.
-__device__ __forceinline__ float2 CapSlope(float2 x) {
-  float2 r = make_float2(ptx::ex2_approx_ftz_f32(fabsf(x.x)), ptx::ex2_approx_ftz_f32(fabsf(x.y)));
-  r = ptx::add_rn_f32x2(r, Both(1));
-  r = make_float2(ptx::rcp_approx_ftz_f32(r.x), ptx::rcp_approx_ftz_f32(r.y));
-  return ptx::mul_rn_f32x2(ptx::mul_rn_f32x2(r, Both(4)), ptx::sub_rn_f32x2(Both(1), r));
-}
+// Cap, and the cap's slope, 1 - tanh^2: not as a difference of near-equal numbers, of which little
+// would be left where the cap is all but reached.
+struct CapAndSlope {
+  float2 capped, slope;
+
+  __device__ __forceinline__ explicit CapAndSlope(float2 x) {
+    constexpr float kCapped = LogitScale::kCapped;
+    // tanh is 1 - 2r, and 1 - tanh^2 is 4r (1 - r).
+    float2 r =
+        make_float2(ptx::ex2_approx_ftz_f32(fabsf(x.x)), ptx::ex2_approx_ftz_f32(fabsf(x.y)));
+    r = ptx::add_rn_f32x2(r, Both(1));
+    r = make_float2(ptx::rcp_approx_ftz_f32(r.x), ptx::rcp_approx_ftz_f32(r.y));
+    slope = ptx::mul_rn_f32x2(ptx::mul_rn_f32x2(r, Both(4)), ptx::sub_rn_f32x2(Both(1), r));
+    const float2 large = ptx::fma_rn_f32x2(r, Both(-2 * kCapped), Both(kCapped));
+    const float2 small = CapNearZero(x);
+    capped = make_float2(fabsf(x.x) < kCapNearZero ? small.x : copysignf(large.x, x.x),
+                         fabsf(x.y) < kCapNearZero ? small.y : copysignf(large.y, x.y));
+  }
+};
 
 // A 32 x 32 matrix of bits, a row in each lane, becomes its transpose.
 __device__ __forceinline__ uint32_t TransposeBits(uint32_t x) {
@@ -86,9 +97,9 @@ __device__ __forceinline__ void Weigh(float (&s)[32],
     for (int32_t i = row; i < row + 4; i += 2) {
       float2 x = make_float2(s[i], s[i + 1]), slope = Both(1);
       if (Variant::kKind == BackwardKind::kSoftcap) {
-        x = ptx::mul_rn_f32x2(x, Both(scale.into_cap));
-        slope = CapSlope(x);
-        x = Cap(x);
+        const CapAndSlope cap(ptx::mul_rn_f32x2(x, Both(scale.into_cap)));
+        x = cap.capped;
+        slope = cap.slope;
       }
       // The unit for exponentials negates for nothing.
       x = ptx::fma_rn_f32x2(
