@@ -168,7 +168,7 @@ def _print_installation() -> Iterator[str]:
         print(f"{'' if i else 'kernels:':10} {kernel} for {', '.join(targets)}")
     if not builds:
         print("kernels:   none")
-    for i, kernel in enumerate(sorted(x for x in builds if x.endswith(("_forward", "_backward")))):
+    for i, kernel in enumerate(sorted(x for x in builds if x.endswith(("_forward", "_backward", "_rows")))):
         gpus = ", ".join("{}.{}".format(*gpu) for gpu in selftest.SEEN.get(kernel, ()))
         where = f"on GPUs of compute capability {gpus}" if gpus else "on no GPU yet"
         print(f"{'' if i else 'seen:':10} {kernel} {where}")

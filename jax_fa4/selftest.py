@@ -159,10 +159,11 @@ class _Call:
     wide_out: bool = False
     softcap: float | None = None
     copies: int = 1
+    deterministic: bool = False
 
     def problem(self) -> spec.Problem:
-        band = _band() if self.mask == "band" else (None, None)
-        return spec.Problem(spec.static_band(*_SIZES[:2], *band), self.softcap, wide_out=self.wide_out)
+        band = spec.static_band(*_SIZES[:2], *(_band() if self.mask == "band" else (None, None)))
+        return spec.Problem(band, self.softcap, deterministic=self.deterministic, wide_out=self.wide_out)
 
     def cut(self, x: np.ndarray) -> np.ndarray:
         return np.concatenate([x[self.first : self.end]] * self.copies)
@@ -181,6 +182,16 @@ _CALLS = (
     _Call(1, 2, "band", wide_out=True, softcap=_SOFTCAP),
     _Call(2, 4, "arrays", softcap=_SOFTCAP, copies=_COPIES),
 )
+# Only of the backward.
+_DETERMINISTIC_CALLS = (
+    _Call(0, 1, "full", deterministic=True),
+    _Call(2, 4, "arrays", deterministic=True, copies=_COPIES),
+    _Call(1, 2, "band", softcap=_SOFTCAP, deterministic=True),
+)
+
+
+def _calls_of(tested: Pass) -> tuple[_Call, ...]:
+    return (*_CALLS, *(_DETERMINISTIC_CALLS if tested.name == "backward" else ()))
 
 
 def _band() -> tuple[int, int]:
@@ -213,7 +224,8 @@ def _operands(rng: np.random.Generator, dtype: Any, width: int, value_width: int
 def all_kernels(tested: Pass, dtype: Any, widths: tuple[int, int], gpu: Capability) -> list[Kernels]:
     """All kernels that a pass has for a dtype and widths."""
     operands = _operands(np.random.default_rng(0), dtype, *widths)
-    return list(dict.fromkeys(tested.kernels(call.problem(), call.cut_operands(operands), gpu) for call in _CALLS))
+    calls = _calls_of(tested)
+    return list(dict.fromkeys(tested.kernels(call.problem(), call.cut_operands(operands), gpu) for call in calls))
 
 
 def _wrong(tested: Pass, kernels: Kernels, dtype: Any, widths: tuple[int, int], device: jax.Device) -> str | None:
@@ -221,7 +233,7 @@ def _wrong(tested: Pass, kernels: Kernels, dtype: Any, widths: tuple[int, int], 
     rng = np.random.default_rng(0)
     operands = _operands(rng, dtype, *widths)
     gpu = capability(device)
-    calls = [x for x in _CALLS if tested.kernels(x.problem(), x.cut_operands(operands), gpu) == kernels]
+    calls = [x for x in _calls_of(tested) if tested.kernels(x.problem(), x.cut_operands(operands), gpu) == kernels]
     if not calls:
         raise LookupError("no call of the self-test launches them")
     query, key, value, _, lower, upper = map(np.asarray, operands[:6])

@@ -469,13 +469,13 @@ class BackwardSuite:
         assert counts[3] < 0.6 * counts[4]  # where there are no masks, which cost more
 
     def test_whole_blocks_have_no_masks(self) -> None:
-        """Of a long causal call most blocks are seen whole: their part costs as much as without a mask."""
+        """Of a long causal call most blocks are seen whole, and cost no more than without a mask."""
         if self.implementation != "emulated":
             pytest.skip("only the emulator counts instructions")
-        sizes = Sizes(1, 512, 512, 1, 1, 64, 64)
+        sizes = Sizes(1, 1024, 1024, 1, 1, 64, 64)
         full = self.check_masks({}, sizes).launches[2].instructions
         causal = self.check_masks({"is_causal": True}, sizes).launches[2].instructions
-        assert causal < 0.8 * full
+        assert causal < 0.75 * full  # of 64 pairs of blocks it visits 36
 
     # ---- NaN and infinity where they are visible
 

@@ -40,17 +40,25 @@ def test_every_gpu(arch: emulated.implementation.Arch) -> None:
     sizes, rng = SIZES._replace(value_width=16), np.random.default_rng(0)
     with emulated.options(arch=arch, seed=int(arch[3:])) as run:
         TestEmulated().check(operands(sizes, "bfloat16", rng) | masked(sizes, CHOICE, rng))
-        fast = {
-            "sm_90": "sm90_forward.sm_90a",
-            "sm_100": "sm100_forward.sm_100f",
-            "sm_103": "sm100_forward.sm_103a",
-        }
-        forward = fast.get(arch, "sm80_forward.sm_80")
-        assert [f"{launch.module}.{launch.target}" for launch in run.launches] == [forward] + 3 * [
-            "sm80_backward.sm_80"
-        ]
-        assert [launch.kernel.split("_")[1] for launch in run.launches] == ["bfloat16", "delta", "query", "key"]
+        kernels = [(f"{launch.module}.{launch.target}", launch.kernel) for launch in run.launches]
         assert all(not launch.reports for launch in run.launches)
+    # The forward, and what is before and after the backward; and its kernel.
+    fast = {
+        "sm_90": ("sm90_forward.sm_90a", "backward_rows.sm_90a", "sm90_backward.sm_90a"),
+        "sm_100": ("sm100_forward.sm_100f", "backward_rows.sm_100f", "sm100_backward.sm_100f"),
+        "sm_103": ("sm100_forward.sm_103a", "backward_rows.sm_100f", "sm100_backward.sm_100f"),
+    }
+    if arch in fast:
+        forward, rows, backward = fast[arch]
+        assert kernels == [
+            (forward, "forward_bfloat16_64_bounds"),
+            (rows, "before_bfloat16"),
+            (backward, "backward_bfloat16_64_bounds"),
+            (rows, "after_bfloat16"),
+        ]
+    else:
+        assert [file for file, _ in kernels] == ["sm80_forward.sm_80", *3 * ["sm80_backward.sm_80"]]
+        assert [name.split("_")[1] for _, name in kernels] == ["bfloat16", "delta", "query", "key"]
 
 
 @pytest.mark.parametrize("widths", [(0, 4), (4, 0), (0, 0)])

@@ -74,7 +74,8 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
 @pytest.fixture
 def forward_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The backward's kernels have been seen on a B200, say."""
-    monkeypatch.setitem(selftest.SEEN, "sm80_backward", ((10, 0),))
+    for file in ("sm80_backward", "sm100_backward", "backward_rows"):
+        monkeypatch.setitem(selftest.SEEN, file, ((10, 0),))
 
 
 lengths = itertools.count(20)
@@ -299,7 +300,8 @@ def test_kernels_differ_by_dtype_width_and_mask(runs: Runs) -> None:
 
 def test_seen_kernels_are_not_tested(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     h200 = Gpu("9.0", "NVIDIA H200")
-    monkeypatch.setitem(selftest.SEEN, "sm90_forward", ((9, 0),))
+    for file in ("sm90_forward", "sm90_backward", "backward_rows"):
+        monkeypatch.setitem(selftest.SEEN, file, ((9, 0),))
     monkeypatch.setattr(cuda, "gpu_at_hand", lambda: h200)
     assert calls_in(lowered(jax.grad(loss))) == (1, 1)
     assert why_not("cuda", *[struct()] * 3, device=h200) is None
@@ -366,17 +368,24 @@ def test_at_the_sizes_of_a_gpu(run: Callable[..., Any], runs: Runs, monkeypatch:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize("widths", [(64, 64), (96, 96), (128, 128), (192, 128)])
-def test_blackwells_forward_passes(
-    widths: tuple[int, int], dtype: Any, runs: Runs, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", cuda.PASSES)
+@pytest.mark.parametrize("gpu", [Gpu("9.0", "NVIDIA H200"), B200], ids=lambda gpu: gpu.device_kind)
+def test_kernels_for_tensor_cores_pass(
+    gpu: Gpu, name: cuda.Pass, widths: tuple[int, int], dtype: Any, runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All its kernels, at the sizes of a GPU."""
+    """All of a pass, at the sizes of a GPU."""
     monkeypatch.setattr(selftest, "_SIZES", GPU_SIZES)
-    monkeypatch.setattr(selftest, "_CALLS", [dataclasses.replace(call, copies=1) for call in selftest._CALLS])
-    tested = cuda.PASSES["forward"]
-    found = selftest.all_kernels(tested, dtype, widths, (10, 0))
-    assert [file for kernels in found for file, _ in kernels] == ["sm100_forward"] * 3
-    for kernels in found:
-        assert selftest.fault(tested, kernels, dtype, widths, B200) is None
+    for calls in ("_CALLS", "_DETERMINISTIC_CALLS"):
+        cut = tuple(dataclasses.replace(call, copies=1) for call in getattr(selftest, calls))
+        monkeypatch.setattr(selftest, calls, cut)
+    tested, capability = cuda.PASSES[name], selftest.capability(gpu)
+    module = f"sm{capability[0]}{capability[1]}_{name}"
+    files = [module] if name == "forward" else ["backward_rows", module, "backward_rows"]
+    found = [x for x in selftest.all_kernels(tested, dtype, widths, capability) if x[0][0] in files]
+    assert [[file for file, _ in kernels] for kernels in found] == [files] * 3
+    with emulated.options(arch="sm_90" if capability == (9, 0) else "sm_100"):
+        for kernels in found:
+            assert selftest.fault(tested, kernels, dtype, widths, gpu) is None
 
 
 @pytest.fixture
@@ -397,12 +406,13 @@ def test_on_a_gpu_that_is_said_to_be_unseen(dtype: Any) -> None:
         warnings.simplefilter("error")
         got = jax.jit(jax.grad(lambda x: loss(x, implementation="cuda")))(x)
     np.testing.assert_allclose(got.astype(np.float32), want.astype(np.float32), rtol=0.05, atol=0.05)
-    fast = {(9, 0): "sm90_forward", (10, 0): "sm100_forward", (10, 3): "sm100_forward"}
-    has_fast = dtype != np.float32 and selftest.capability(jax.devices()[0]) in fast
-    assert [file for kernels, _ in selftest._faults for file, _ in kernels] == [
-        fast[selftest.capability(jax.devices()[0])] if has_fast else "sm80_forward",
-        *["sm80_backward"] * 3,
-    ]
+    fast = {(9, 0): "sm90", (10, 0): "sm100", (10, 3): "sm100"}.get(selftest.capability(jax.devices()[0]))
+    files = (
+        ["sm80_forward", *["sm80_backward"] * 3]
+        if fast is None or dtype == np.float32
+        else [f"{fast}_forward", "backward_rows", f"{fast}_backward", "backward_rows"]
+    )
+    assert [file for kernels, _ in selftest._faults for file, _ in kernels] == files
     assert set(selftest._faults.values()) == {None}
 
 
