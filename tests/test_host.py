@@ -693,6 +693,330 @@ def test_tasks_of_the_blackwell_forward_are_counted_in_31_bits(full):
         forward_plan(forward_arrays(B=8, N=1 << 28, K=1 << 28, **sizes), (10, 0), band=band)
 
 
+# ---- Plans of the backwards for tensor cores
+
+# Fields of `BackwardParameters` in csrc/common/backward_parameters.h: tensor maps, addresses, numbers.
+BACKWARD_MAPS = ("query", "dout", "key", "value", "dkey", "dvalue")
+BACKWARD_ADDRESSES = (
+    *("query_rows", "out_rows", "dout_rows", "dquery_rows", "dscale", "lse", "lse_rounding", "dlse"),
+    *("scale", "lower", "upper", "lse_log2", "delta", "hulls", "dquery_sum", "turns"),
+)
+IN_WORKSPACE = ("lse_log2", "delta", "hulls", "turns", "dquery_sum")
+BACKWARD_NUMBERS = (
+    *("batch", "rows", "keys", "heads", "kv_heads", "width", "value_width", "compiled_width"),
+    *("query_batch", "key_batch", "value_batch", "scale_batch", "lower_batch", "upper_batch", "hull_batch"),
+    *("band_low", "band_high", "softcap", "row_block", "row_blocks"),
+    *("key_blocks", "head_tasks", "section", "deterministic"),
+)
+
+
+class Backward(NamedTuple):
+    """A backward for tensor cores.
+
+    Attributes:
+      name: as its sentences have it.
+      module: the file of its kernels.
+      capability: of a GPU that it is for.
+      tiles: rows and keys of a block, by the part of the kernels' names that tells their widths.
+      threads: of a CTA.
+    """
+
+    name: str
+    module: str
+    capability: tuple[int, int]
+    tiles: dict[str, tuple[int, int]]
+    threads: int
+
+
+BLACKWELL_BACKWARD = Backward(
+    name="Blackwell",
+    module="sm100_backward",
+    capability=(10, 0),
+    tiles={"64": (128, 128), "96": (128, 128), "128": (128, 128), "192_128": (64, 128)},
+    threads=512,
+)
+HOPPER_BACKWARD = Backward(
+    name="Hopper",
+    module="sm90_backward",
+    capability=(9, 0),
+    tiles={"64": (128, 128), "96": (64, 128), "128": (64, 128), "192_128": (64, 128)},
+    threads=384,
+)
+each_backward = pytest.mark.parametrize(
+    "backward", [BLACKWELL_BACKWARD, HOPPER_BACKWARD], ids=lambda backward: backward.name
+)
+
+
+def plans_of(backward, arrays, **rest):
+    """The launches of a backward for tensor cores; and what their parameters have in common: addresses and numbers."""
+    launches = backward_plan(arrays, backward.capability, **rest)
+    assert [launch["module"] for launch in launches] == ["backward_rows", backward.module, "backward_rows"]
+    addresses_at = 128 * len(BACKWARD_MAPS)
+    numbers_at = addresses_at + 8 * len(BACKWARD_ADDRESSES)
+    for launch in launches:
+        data = launch["parameters"]
+        assert len(data) == ceil(numbers_at + 4 * len(BACKWARD_NUMBERS), 64) * 64
+        assert not any(data[:numbers_at])
+        assert data == launches[0]["parameters"]
+        assert launch["addresses"] == launches[0]["addresses"]
+        assert launch["cluster"] == (1, 1, 1)
+    before, main, after = launches
+    assert before["tensor_maps"] == after["tensor_maps"] == {}
+    assert before["dynamic_shared_bytes"] == after["dynamic_shared_bytes"] == 0
+    assert main["block"] == (backward.threads, 1, 1)
+    assert 0 < main["dynamic_shared_bytes"] <= 227 << 10
+    addresses = {}
+    for at, address in main["addresses"].items():
+        addresses[BACKWARD_ADDRESSES[(at - addresses_at) // 8]] = address
+    numbers = dict(zip(BACKWARD_NUMBERS, struct.unpack_from("17if6i", data, numbers_at), strict=True))
+    return launches, addresses, numbers
+
+
+@each_backward
+def test_backward_plan_for_tensor_cores(backward):
+    arrays = backward_arrays(
+        *(True, 6, 300, 277, 24, 4, 40, 56, "float16"),
+        lower=("int32", (2, 300)),
+        upper=("int32", (3, 300)),
+        query=("float16", (2, 300, 24, 40)),
+        key=("float16", (1, 277, 4, 40)),
+        value=("float16", (3, 277, 4, 56)),
+        scale=("float32", (6,)),
+    )
+    launches, addresses, numbers = plans_of(backward, arrays, band=(-7, 9), softcap=30.0, deterministic=False)
+    assert [launch["kernel"] for launch in launches] == [
+        *("before_float16", "backward_float16_64_softcap", "after_float16")
+    ]
+    assert numbers == {
+        "batch": 6,
+        "rows": 300,
+        "keys": 277,
+        "heads": 24,
+        "kv_heads": 4,
+        "width": 40,
+        "value_width": 56,
+        "compiled_width": 64,
+        "query_batch": 2,
+        "key_batch": 1,
+        "value_batch": 3,
+        "scale_batch": 6,
+        "lower_batch": 2,
+        "upper_batch": 3,
+        "hull_batch": 6,
+        "band_low": -7,
+        "band_high": 9,
+        "softcap": 30.0,
+        "row_block": 128,
+        "row_blocks": 3,
+        "key_blocks": 3,
+        "head_tasks": 24,
+        "section": 32,  # all 24 fit in the cache
+        "deterministic": 0,
+    }
+    before, main, after = launches
+    # Tiles of 64 rows: of eight heads and eight positions, and of a head.
+    assert (before["grid"], before["block"]) == ((6 * 3 * 48, 1, 1), (256, 1, 1))
+    assert main["grid"] == (3 * 24, 1, 1)
+    assert (after["grid"], after["block"]) == ((6 * 24 * 6, 1, 1), (128, 1, 1))
+    own = {
+        "query_rows": "query",
+        "out_rows": "out",
+        "dout_rows": "dout",
+        "dquery_rows": "dquery",
+    }
+    same = ("dscale", "lse", "lse_rounding", "dlse", "scale", "lower", "upper")
+    given = {name: own.get(name, name) for name in (*own, *same)}
+    assert {name: x for name, x in addresses.items() if name not in IN_WORKSPACE} == {
+        name: (buffer, 0) for name, buffer in given.items()
+    }
+    # One after the other, each at a multiple of 256 bytes.
+    rows = 6 * 24 * 384
+    sizes = {"lse_log2": 4 * rows, "delta": 4 * rows, "hulls": 6 * 3 * 16, "turns": 6 * 24 * 3 * 4}
+    sizes["dquery_sum"] = rows * 64 * 4
+    at = 0
+    for name in IN_WORKSPACE:
+        assert addresses[name] == ("workspace", at)
+        at = ceil(at + sizes[name], 256) * 256
+    assert at <= arrays["workspace"][1][0]
+    maps = {BACKWARD_MAPS[at // 128]: one for at, one in main["tensor_maps"].items()}
+    of_rows, of_keys = (64, 1, 128, 1), (64, 1, 128, 1)
+    for name, box in zip(BACKWARD_MAPS, [of_rows] * 2 + [of_keys] * 4, strict=True):
+        assert maps[name] == {"buffer": (name, 0), "box": box} | contiguous(arrays[name][1])
+
+
+@each_backward
+def test_backward_without_bounds_and_dlse(backward):
+    launches, addresses, numbers = plans_of(backward, backward_arrays(False))
+    assert launches[1]["kernel"] == "backward_bfloat16_64_full"
+    assert not {"lower", "upper", "dlse"} & set(addresses)
+    assert (numbers["lower_batch"], numbers["upper_batch"], numbers["hull_batch"]) == (0, 0, 1)
+    assert numbers["deterministic"] == 1
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("D", "Dv", "widths"),
+    [
+        (8, 8, "64"),
+        (64, 64, "64"),
+        (64, 72, "96"),
+        (96, 96, "96"),
+        (104, 8, "128"),
+        (128, 128, "128"),
+        (136, 128, "192_128"),
+        (192, 8, "192_128"),
+        (192, 128, "192_128"),
+        (200, 8, None),
+        (64, 136, None),
+        (256, 256, None),
+    ],
+)
+@each_backward
+def test_widths_of_backwards_for_tensor_cores(dtype, D, Dv, widths, backward):
+    arrays = backward_arrays(D=D, Dv=Dv, dtype=dtype, T=150, S=190)
+    if widths is None:
+        launches = backward_plan(arrays, backward.capability)
+        assert [launch["module"] for launch in launches] == ["sm80_backward"] * 3
+        return
+    (_, main, _), _, numbers = plans_of(backward, arrays, band=FULL)
+    assert main["kernel"] == f"backward_{dtype}_{widths}_full"
+    compiled = int(widths.partition("_")[0])
+    assert (numbers["width"], numbers["value_width"], numbers["compiled_width"]) == (D, Dv, compiled)
+    rows, keys = backward.tiles[widths]
+    assert (numbers["row_block"], numbers["row_blocks"]) == (rows, ceil(150, rows))
+    assert numbers["key_blocks"] == ceil(190, keys)
+    boxes = [one["box"][2] for one in main["tensor_maps"].values()]
+    assert boxes == [rows] * 2 + [keys] * 4
+    assert [one["dims"][0] for one in main["tensor_maps"].values()] == [D, Dv, D, Dv, D, Dv]
+
+
+@pytest.mark.parametrize(
+    ("band", "bounds", "softcap", "kind"),
+    [
+        ((-128, 96), False, 0.0, "full"),
+        ((-126, 96), False, 0.0, "bounds"),
+        (CAUSAL, False, 0.0, "bounds"),
+        ((-128, 96), True, 0.0, "bounds"),
+        (FULL, False, 15.0, "softcap"),
+        ((-128, 96), True, 15.0, "softcap"),
+    ],
+)
+@each_backward
+def test_kinds_of_backwards_for_tensor_cores(band, bounds, softcap, kind, backward):
+    arrays = backward_arrays(**(dict.fromkeys(("lower", "upper"), ("int32", (1, 128))) if bounds else {}))
+    launches, addresses, numbers = plans_of(backward, arrays, band=band, softcap=softcap)
+    assert launches[1]["kernel"] == f"backward_bfloat16_64_{kind}"
+    assert ("lower" in addresses) == bounds
+    assert numbers["hull_batch"] == 1
+
+
+@pytest.mark.parametrize(("heads", "tile"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (8, 8), (9, 8), (40, 8)])
+@each_backward
+def test_tiles_before_the_backward(heads, tile, backward):
+    """Of 64 rows of some heads each, which hold as many heads as there are, up to eight."""
+    (before, _, after), _, numbers = plans_of(backward, backward_arrays(B=3, T=200, N=heads, K=1))
+    rows = numbers["row_blocks"] * numbers["row_block"]
+    assert before["grid"] == (3 * rows // (64 // tile) * ceil(heads, tile), 1, 1)
+    assert after["grid"] == (3 * heads * rows // 64, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("heads", "section"), [(0, 1), (1, 1), (1.999, 1), (2, 2), (3, 2), (7.999, 4), (8, 8), (39, 32), (1000, 64)]
+)
+@each_backward
+def test_sections_of_backwards_follow_the_cache(heads, section, backward):
+    """So many key heads' rows of query, dout, sums, lse and delta fit in it, of 40."""
+    arrays = backward_arrays(B=5, T=4096, S=256, N=16, K=8, D=128, Dv=64)
+    bytes_of_head = 2 * 4096 * (2 * (128 + 64) + 4 * (128 + 2))
+    numbers = plans_of(backward, arrays, band=CAUSAL, l2_bytes=int(heads * bytes_of_head))[2]
+    assert numbers["section"] == section
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ({"dtype": "float32", "D": 257}, "float16 and bfloat16, and these are float32"),
+        ({"D": 264}, "heads of D up to 192 and Dv up to 128, and these have D 264 and Dv 264"),
+        ({"D": 192, "Dv": 136, "N": MANY}, "heads of D up to 192 and Dv up to 128, and these have D 192 and Dv 136"),
+        ({"D": 60, "Dv": 64, "N": MANY}, "heads whose widths are multiples of 8, and these have D 60 and Dv 64"),
+        ({"S": MOST_ROWS + 1, "N": MANY}, "up to 2147483392 keys, and these are 2147483393"),
+        (
+            {"B": 16, "S": 257, "N": MANY, "K": MANY, "D": 8, "Dv": 64},
+            "up to 2147483647 tasks of 128 keys, and these are 3 for each of 1073741824 key heads",
+        ),
+        (
+            {"B": 16, "N": MANY, "D": 8, "Dv": 64},
+            "up to 2147483647 tiles of 64 rows, and these are 2 for each of 1073741824 heads",
+        ),
+        ({"T": 128, "N": MANY}, "less than 2^40 bytes in a batch element, and those of `query` have 1099511627776"),
+        (
+            {"T": 128, "N": MANY, "D": 8, "Dv": 64},
+            "less than 2^40 bytes in a batch element, and those of `dout` have 1099511627776",
+        ),
+        (
+            {"S": 128, "N": MANY, "K": MANY, "D": 8, "Dv": 64},
+            "less than 2^40 bytes in a batch element, and those of `value` have 1099511627776",
+        ),
+    ],
+)
+def test_the_blackwell_backward_says_why_not(sizes, reason):
+    arrays = backward_arrays(**{"B": 1, "T": 2, "S": 3, "K": 1} | sizes)
+    sentence = f"no kernel can do this: the Blackwell backward takes {reason}; the Hopper backward needs compute"
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
+        backward_plan(arrays, (10, 0), band=(-4, 4))
+
+
+@pytest.mark.parametrize(
+    ("does", "does_not"),
+    [
+        ({"dtype": "float16"}, {"dtype": "float32"}),
+        ({"dtype": "float16"}, {"dtype": "float16", "out": ("float32", (1, 128, 1, 64))}),
+        ({"D": 192, "Dv": 128}, {"D": 200, "Dv": 128}),
+        ({"D": 192, "Dv": 128}, {"D": 192, "Dv": 136}),
+        ({"D": 64, "Dv": 72}, {"D": 64, "Dv": 68}),
+        ({"T": MOST_ROWS, "D": 8}, {"T": MOST_ROWS + 1, "D": 8}),
+        ({"S": MOST_ROWS, "D": 8}, {"S": MOST_ROWS + 1, "D": 8}),
+        ({"T": (1 << 20) - 1, "N": 1 << 13}, {"T": 1 << 20, "N": 1 << 13}),
+        ({"S": (1 << 20) - 1, "N": 1 << 13, "K": 1 << 13}, {"S": 1 << 20, "N": 1 << 13, "K": 1 << 13}),
+    ],
+)
+@each_backward
+def test_what_a_backward_for_tensor_cores_cannot_do_the_plain_one_does(does, does_not, backward):
+    modules = []
+    for sizes in (does, does_not):
+        arrays = backward_arrays(**{"B": 1, "N": 1, "K": 1} | sizes)
+        arrays["dout"] = arrays["out"]
+        launches = backward_plan(arrays, backward.capability, band=(-4, 4))
+        modules.append([launch["module"] for launch in launches])
+    assert modules == [["backward_rows", backward.module, "backward_rows"], ["sm80_backward"] * 3]
+
+
+@each_backward
+def test_tasks_of_a_backward_for_tensor_cores_are_counted_in_31_bits(backward):
+    heads = (1 << 30) - 8
+    arrays = backward_arrays(B=1, D=192, Dv=8, T=1, S=1, N=heads, K=heads)  # of a block of 64 rows
+    launches, _, numbers = plans_of(backward, arrays, band=FULL)
+    assert [launch["grid"][0] for launch in launches] == [heads] * 3
+    assert numbers["head_tasks"] == heads
+    arrays = backward_arrays(B=1, D=8, T=1, S=1, N=heads, K=heads)  # of one of 128
+    launches, _, numbers = plans_of(backward, arrays, band=FULL)
+    assert [launch["grid"][0] for launch in launches] == [2 * heads, heads, 2 * heads]
+
+
+@each_backward
+def test_workspaces_of_backwards_serve_every_gpu(backward):
+    """Their size is known before the GPU is: it is that of the kernel that needs most."""
+    for sizes in ({}, {"D": 96, "T": 70}, {"D": 192, "Dv": 128, "T": 65}, {"D": 8, "Dv": 128, "B": 3, "N": 8}):
+        sizes = {"B": 2, "T": 128, "S": 96, "N": 4, "K": 2, "D": 64, "Dv": sizes.get("D", 64)} | sizes
+        _, addresses, numbers = plans_of(backward, backward_arrays(**sizes), band=FULL)
+        rows = sizes["B"] * sizes["N"] * numbers["row_blocks"] * numbers["row_block"]
+        end = addresses["dquery_sum"][1] + 4 * rows * numbers["compiled_width"]
+        names = ("B", "T", "S", "N", "K", "D", "Dv")
+        assert end <= extension.backward_workspace_bytes(*(sizes[name] for name in names), 2)
+    assert extension.backward_workspace_bytes(2, 128, 96, 4, 2, 64, 64, 4) == 4 * 2 * 128 * 4
+    assert extension.backward_workspace_bytes(2, 128, 96, 4, 2, 60, 60, 2) == 4 * 2 * 128 * 4
+
+
 @pytest.mark.parametrize(
     ("capability", "serves"),
     [
