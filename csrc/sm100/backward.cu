@@ -278,36 +278,18 @@ struct Backward {
     const Task task(p);
     const float of_logits = ScaleOf(p, task.batch);
     const BackwardScale scale(of_logits, p.softcap);
-    const uint32_t warp_key = task.keys.begin + Warp() % 4 * 32;
+    SeenRows<Variant> seen(p, task, task.keys.begin + Warp() % 4 * 32);
     Blocks blocks(p, task);
-
-    KeepRows<kShare> keep;
-    KeySpan seen[kWords];
-    const auto find_seen = [&] {
-      if (Variant::kKind == Kind::kFull) return;
-      const RowBounds bounds = BoundsOf(p, task.batch);
-#pragma unroll
-      for (int32_t i = 0; i < kWords; ++i) {
-        seen[i] = bounds.Of(blocks.Block() * kRows + half * kShare + 32 * i + Lane());
-      }
-    };
-    // Where rows see all keys, only the last block may have fewer than its tile.
-    bool masked = Variant::kKind == Kind::kFull && warp_key + 32 > task.keys.end;
-    if (Variant::kKind == Kind::kFull) {
-#pragma unroll
-      for (uint32_t& word : keep.words) word = warp_key + Lane() < task.keys.end ? ~0u : 0;
-    }
-
     QueryPlace query;
     uint32_t phase = 0;
     const bool some = blocks.Next();
     bool more = some;
-    if (more) find_seen();
+    if (more) seen.Prefetch(blocks.Block() * kRows + half * kShare);
 #pragma unroll 1
     while (more) {
-      if (Variant::kKind != Kind::kFull) masked = keep.Set(seen, warp_key);
+      const bool masked = seen.Find(blocks.Block() * kRows + half * kShare);
       more = blocks.Next();
-      if (more) find_seen();
+      if (more) seen.Prefetch(blocks.Block() * kRows + half * kShare);
 
       const auto& numbers = control.row_numbers[query.stage];
       control.q_full[query.stage].Wait(query.parity);
@@ -315,9 +297,9 @@ struct Backward {
       ptx::tcgen05_fence_after_thread_sync();
       float weights[kWords][32];
       if (masked) {
-        ComputeWeights<true>(weights, tensor_s, numbers.lse_log2 + half * kShare, scale, keep);
+        ComputeWeights<true>(weights, tensor_s, numbers.lse_log2 + half * kShare, scale, seen);
       } else {
-        ComputeWeights<false>(weights, tensor_s, numbers.lse_log2 + half * kShare, scale, keep);
+        ComputeWeights<false>(weights, tensor_s, numbers.lse_log2 + half * kShare, scale, seen);
       }
       ptx::tcgen05_wait_st();
       ptx::tcgen05_fence_before_thread_sync();
@@ -354,16 +336,23 @@ struct Backward {
                                                         uint32_t tensor_s,
                                                         const float* lse_log2,
                                                         const BackwardScale& scale,
-                                                        const KeepRows<kShare>& keep) {
+                                                        const SeenRows<Variant>& seen) {
+    // What a cap takes leaves no room for all rows at once.
+    constexpr bool kAtOnce = Variant::kKind != Kind::kSoftcap;
+    const auto load = [&](int32_t i) { ptx::tcgen05_ld_32x32b(tensor_s + 32 * i, weights[i]); };
+    if (kAtOnce) {
 #pragma unroll
-    for (int32_t i = 0; i < kShare / 32; ++i) {
-      ptx::tcgen05_ld_32x32b(tensor_s + 32 * i, weights[i]);
+      for (int32_t i = 0; i < kShare / 32; ++i) load(i);
+      ptx::tcgen05_wait_ld();
     }
-    ptx::tcgen05_wait_ld();
 #pragma unroll
     for (int32_t i = 0; i < kShare / 32; ++i) {
+      if (!kAtOnce) {
+        load(i);
+        ptx::tcgen05_wait_ld();
+      }
       uint32_t packed[16];
-      Weigh<Variant, kMasked>(weights[i], packed, lse_log2 + 32 * i, scale, keep.words[i]);
+      Weigh<Variant, kMasked>(weights[i], packed, lse_log2 + 32 * i, scale, seen.words[i]);
       ptx::tcgen05_st_32x32b(tensor_s + 16 * i, packed);
     }
   }

@@ -66,8 +66,8 @@ class RowBlocks {
         RowBlockHull hull = {};
         if (block < row_blocks_) hull = hulls_[block];
         const KeySpan span = {static_cast<uint32_t>(hull.begin), static_cast<uint32_t>(hull.end)};
-        meeting_ = __ballot_sync(kAllLanes, span.Meets(keys_));
-        idle_ = __ballot_sync(kAllLanes, hull.idle != 0);
+        meeting_ = Uniform(__ballot_sync(kAllLanes, span.Meets(keys_)));
+        idle_ = Uniform(__ballot_sync(kAllLanes, hull.idle != 0));
         scanned_ += 32;
       }
       const uint32_t bit = __ffs(meeting_) - 1;

@@ -10,6 +10,7 @@
 #include "csrc/ptx/ex2.h"
 #include "csrc/ptx/f32x2.h"
 #include "csrc/ptx/scalar.h"
+#include "csrc/sm100/backward_task.h"
 #include "csrc/sm100/backward_variant.h"
 
 namespace jax_fa4::sm100 {
@@ -59,26 +60,76 @@ __device__ __forceinline__ uint32_t TransposeBits(uint32_t x) {
   return x;
 }
 
-// Whether a key is seen by each row of a thread's: a bit a row, 32 rows in a word.
-template <int32_t kShare>
-struct KeepRows {
-  static constexpr int32_t kWords = kShare / 32;
+// Which of a thread's rows see its key: a bit a row, 32 rows in a word.
+template <class Variant>
+class SeenRows {
+ public:
+  static constexpr int32_t kWords = Variant::kShare / 32;
   uint32_t words[kWords];
 
-  // Of the spans of rows 32 i + lane; the warp's keys start at `key`. Whether one of the warp's
-  // rows does not see all of its keys.
-  __device__ __forceinline__ bool Set(const KeySpan (&seen)[kWords], uint32_t key) {
-    bool all = true;
+  // A warp has 32 keys from `key` on, a lane each.
+  __device__ __forceinline__ SeenRows(const BackwardParameters& p,
+                                      const BackwardTask<Variant>& task,
+                                      uint32_t key)
+      : warp_key_(key), bounds_(BoundsOf(p, task.batch)) {
+    const bool is_key = key + threadIdx.x % 32 < task.keys.end;
+    if constexpr (Variant::kKind == BackwardKind::kFull) {
 #pragma unroll
-    for (int32_t i = 0; i < kWords; ++i) {
-      words[i] = ptx::bits_from(static_cast<int32_t>(seen[i].begin - key), 0) &
-                 ~ptx::bits_from(static_cast<int32_t>(seen[i].end - key), 0);
-      all = all && words[i] == ~0u;
+      for (uint32_t& word : words) word = is_key ? ~0u : 0;
+    } else if (bounds_.lower == nullptr && is_key) {
+      // The interval of keys that a row sees makes one of rows that see a key.
+      const int64_t behind = int64_t{key} + threadIdx.x % 32 + 1;
+      rows_ = {CutToRows(behind - p.band_high), CutToRows(behind - p.band_low)};
     }
-    if (__all_sync(kAllLanes, all)) return false;
+  }
+
+  // Begins to load what Find needs for the rows from `first` on.
+  __device__ __forceinline__ void Prefetch(uint32_t first) {
+    if constexpr (Variant::kKind != BackwardKind::kFull) {
+      if (bounds_.lower == nullptr) return;
 #pragma unroll
-    for (int32_t i = 0; i < kWords; ++i) words[i] = TransposeBits(words[i]);
-    return true;
+      for (int32_t i = 0; i < kWords; ++i) {
+        spans_[i] = bounds_.Of(first + 32 * i + threadIdx.x % 32);
+      }
+    }
+  }
+
+  // Finds them, of the rows from `first` on. Whether some of the warp's rows do not see all of its
+  // keys. All lanes call it together.
+  __device__ __forceinline__ bool Find(uint32_t first) {
+    if constexpr (Variant::kKind == BackwardKind::kFull) {
+      return warp_key_ + 32 > static_cast<uint32_t>(bounds_.keys);
+    } else {
+      const bool has_band = bounds_.lower == nullptr;
+      uint32_t all = ~0u;
+#pragma unroll
+      for (int32_t i = 0; i < kWords; ++i) {
+        words[i] = has_band ? Interval(rows_, first + 32 * i) : Interval(spans_[i], warp_key_);
+        all &= words[i];
+      }
+      if (__all_sync(kAllLanes, all == ~0u)) return false;
+      if (!has_band) {
+        // A lane's bits are keys, of a row. They are to be rows, of a key.
+#pragma unroll
+        for (uint32_t& word : words) word = TransposeBits(word);
+      }
+      return true;
+    }
+  }
+
+ private:
+  uint32_t warp_key_;
+  RowBounds bounds_;
+  KeySpan rows_ = {0, 0};  // that see the thread's key, where the band tells
+  KeySpan spans_[kWords];  // that the rows lane + 32 i see, where arrays tell
+
+  static __device__ __forceinline__ uint32_t CutToRows(int64_t row) {
+    return static_cast<uint32_t>(min(max(row, int64_t{0}), int64_t{0x7fffffff}));
+  }
+  // The bits of 32 numbers from `first` on that lie in it.
+  static __device__ __forceinline__ uint32_t Interval(KeySpan span, uint32_t first) {
+    return ptx::bits_from(static_cast<int32_t>(span.begin - first), 0) &
+           ~ptx::bits_from(static_cast<int32_t>(span.end - first), 0);
   }
 };
 
