@@ -51,7 +51,6 @@ struct Backward {
   using Element = typename Variant::Element;
   using Memory = BackwardMemory<Variant>;
   using Products = BackwardProducts<Variant>;
-  using Place = RingPlace<kStages>;
   using Note = BackwardNote;
 
   const BackwardParameters& p;
@@ -91,17 +90,16 @@ struct Backward {
     ptx::cp_async_bulk_load(numbers, from, kNumberBytes, full.Get());
   }
 
-  // Clears what rows of a tile hold that see nothing: lane i knows of rows i + 32 j whether they
-  // do.
+  // Clears what rows of a tile hold that see nothing.
   template <int32_t kColumns>
-  static __device__ __forceinline__ void ClearIdle(unsigned char* tile,
-                                                   const KeySpan (&spans)[kRows / 32]) {
-#pragma unroll
-    for (int32_t i = 0; i < kRows / 32; ++i) {
+  __device__ __forceinline__ void ClearIdle(unsigned char* tile, uint32_t first_row) const {
+    const RowBounds bounds = BoundsOf(p, batch);
 #pragma unroll 1
-      for (uint32_t idle = __ballot_sync(kAllLanes, spans[i].Empty()); idle != 0;
-           idle &= idle - 1) {
-        const uint32_t row = 32 * i + __ffs(idle) - 1;
+    for (uint32_t begin = 0; begin < kRows; begin += 32) {
+      const bool is_idle = bounds.Of(first_row + begin + threadIdx.x % 32).Empty();
+#pragma unroll 1
+      for (uint32_t idle = __ballot_sync(kAllLanes, is_idle); idle != 0; idle &= idle - 1) {
+        const uint32_t row = begin + __ffs(idle) - 1;
         ClearRows<kRows, kColumns>(tile, row, row + 1);
       }
     }
@@ -147,147 +145,160 @@ struct Backward {
   }
 
   template <int32_t kColumns>
-  static __device__ __forceinline__ void LoadRows(unsigned char* tile,
-                                                  const TensorMap& map,
-                                                  int32_t head,
-                                                  int32_t position,
-                                                  int32_t element,
-                                                  float* numbers,
-                                                  const float* from,
-                                                  const KeySpan (&spans)[kRows / 32],
-                                                  bool idle,
-                                                  Arrivals& arrivals,
-                                                  bool leads,
-                                                  Barrier& full) {
+  __device__ __forceinline__ void LoadRows(unsigned char* tile,
+                                           const TensorMap& map,
+                                           uint32_t head,
+                                           uint32_t first_row,
+                                           uint32_t element,
+                                           float* numbers,
+                                           const float* from,
+                                           bool idle,
+                                           Arrivals& arrivals,
+                                           bool leads,
+                                           Barrier& full) const {
     if (leads) {
       LoadWithNumbers<kRows, kColumns>(
-          tile, map, head, position, element, numbers, from, idle ? arrivals.barrier : full);
+          tile, map, head, first_row, element, numbers, from, idle ? arrivals.barrier : full);
     }
     if (idle) {
       arrivals.Wait();
-      ClearIdle<kColumns>(tile, spans);
+      ClearIdle<kColumns>(tile, first_row);
       if (leads) full.Arrive();
     }
   }
 
-  __device__ __forceinline__ void Load() const {
+  __device__ __forceinline__ const RowBlockHull* Hulls() const {
+    return p.hulls + int64_t{ElementOf(batch, p.hull_batch)} * p.row_blocks;
+  }
+
+  // Finds the blocks of rows that see some of the keys.
+  __device__ __forceinline__ void Scan() const {
     const bool leads = ptx::elect_sync();
-    const uint32_t lane = threadIdx.x % 32, keys = p.keys;
-    const KeySpan block = {first_key, min(first_key + kKeys, keys)};
-    const RowBlockHull* const hulls =
-        kHasBounds ? p.hulls + int64_t{ElementOf(batch, p.hull_batch)} * p.row_blocks : nullptr;
+    const uint32_t lane = threadIdx.x % 32, row_blocks = p.row_blocks;
     const RowBounds bounds = BoundsOf(p, batch);
-    Arrivals arrivals = {control.arrived, 0};
-
-    // Keys outside of the hull of what the batch element's rows see may be NaN.
-    KeySpan hull = {0, keys};
-    if (kHasBounds) {
-      hull = {~0u, 0};
-#pragma unroll 4
-      for (uint32_t i = lane; i < static_cast<uint32_t>(p.row_blocks); i += 32) {
-        const RowBlockHull one = hulls[i];
-        if (one.begin < one.end) hull = hull.HullWith({uint32_t(one.begin), uint32_t(one.end)});
-      }
-      hull = HullOfLanes(hull);
-      if (hull.Empty() || !hull.Meets(block)) hull = {block.end, block.end};
-    }
-    LoadKeys<kWidth>(
-        memory.Key(), p.key, p.key_batch, block, hull, arrivals, leads, control.key_full);
-    LoadKeys<kValueWidth>(
-        memory.Value(), p.value, p.value_batch, block, hull, arrivals, leads, control.value_full);
-
-    Place place;
     uint32_t count = 0;
-    const auto load_rows = [&](uint32_t head, uint32_t row_block, uint32_t first_seen, bool idle) {
-      typename Memory::Control::Stage& stage = control.stage[place.stage];
-      const uint32_t first_row = row_block * kRows;
-      uint32_t kind = block.end < first_key + kKeys ? Note::kMasked : Note::kAllSee;
-      KeySpan spans[kRows / 32];
-      if (kHasBounds) {
-        KeySpan all = {0, ~0u};
-#pragma unroll
-        for (int32_t i = 0; i < kRows / 32; ++i) {
-          spans[i] = bounds.Of(first_row + lane + 32 * i);
-          if (!spans[i].Empty()) all = all.CommonWith(spans[i]);
-        }
-        if (!CommonToLanes(all).Holds(KeySpan{first_key, first_key + kKeys})) kind = Note::kMasked;
-      }
-
-      stage.query_empty.Wait(place.parity ^ 1);
+    const auto write = [&](const Note& note) {
+      const uint32_t stage = count % kStages;
+      control.stage[stage].query_empty.Wait(count / kStages % 2 ^ 1);
       __syncwarp();  // else a lane may be left behind and miss a phase
-      if (leads) NoteOf(count) = {kind, head, row_block, (first_key - first_seen) / kKeys};
-      if (kHasBounds && kind == Note::kMasked) {
-#pragma unroll
-        for (int32_t i = 0; i < kRows / 32; ++i) {
-          const KeySpan span = spans[i];
-          memory.Spans(place.stage)[lane + 32 * i] =
+      if (kHasBounds && note.kind == Note::kMasked) {
+#pragma unroll 1
+        for (uint32_t i = lane; i < kRows; i += 32) {
+          const KeySpan span = bounds.Of(note.row_block * kRows + i);
+          memory.Spans(stage)[i] =
               make_uint2(span.begin, span.Empty() ? 0 : span.end - span.begin);
         }
+        __syncwarp();
       }
-      __syncwarp();
-      const int64_t row = (int64_t{batch} * p.heads + head) * p.row_blocks * kRows + first_row;
-      LoadRows<kWidth>(memory.Query(place.stage),
-                       p.query,
-                       head,
-                       first_row,
-                       ElementOf(batch, p.query_batch),
-                       memory.Lse(place.stage),
-                       p.lse_log2 + row,
-                       spans,
-                       kHasBounds && idle,
-                       arrivals,
-                       leads,
-                       stage.query_full);
-      stage.dout_empty.Wait(place.parity ^ 1);
-      __syncwarp();
-      LoadRows<kValueWidth>(memory.Dout(place.stage),
-                            p.dout,
-                            head,
-                            first_row,
-                            batch,
-                            memory.Delta(place.stage),
-                            p.delta + row,
-                            spans,
-                            kHasBounds && idle,
-                            arrivals,
-                            leads,
-                            stage.dout_full);
-      place.Advance();
+      if (leads) {
+        NoteOf(count) = note;
+        control.stage[stage].noted.Arrive();
+      }
       ++count;
     };
-
     const uint32_t group = static_cast<uint32_t>(p.heads) / static_cast<uint32_t>(p.kv_heads);
-    const uint32_t row_blocks = p.row_blocks;
 #pragma unroll 1
     for (uint32_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
 #pragma unroll 1
       for (uint32_t base = 0; base < row_blocks; base += 32) {
-        RowBlockHull one = {0, static_cast<int32_t>(keys), 0, 0};
-        uint32_t visited = ~0u;
+        uint32_t visited = ~0u, idle = 0;
         if (row_blocks - base < 32) visited >>= 32 - (row_blocks - base);
         if (kHasBounds) {
-          one.end = 0;
-          if (base + lane < row_blocks) one = hulls[base + lane];
+          RowBlockHull one = {};
+          if (base + lane < row_blocks) one = Hulls()[base + lane];
           visited = __ballot_sync(
-              kAllLanes, block.Meets(KeySpan{uint32_t(one.begin), uint32_t(one.end)}));
+              kAllLanes, BlockSpan().Meets(KeySpan{uint32_t(one.begin), uint32_t(one.end)}));
+          idle = __ballot_sync(kAllLanes, one.idle != 0);
         }
 #pragma unroll 1
         for (; visited != 0; visited &= visited - 1) {
-          const uint32_t i = __ffs(visited) - 1;
-          const uint32_t begin = kHasBounds ? __shfl_sync(kAllLanes, one.begin, i) : 0;
-          load_rows(head,
-                    base + i,
-                    begin / kKeys * kKeys,
-                    kHasBounds && __shfl_sync(kAllLanes, one.idle, i) != 0);
+          const uint32_t i = __ffs(visited) - 1, row_block = base + i;
+          KeySpan all = {0, static_cast<uint32_t>(p.keys)};
+          if (kHasBounds) {
+#pragma unroll
+            for (int32_t j = 0; j < kRows; j += 32) {
+              const KeySpan span = bounds.Of(row_block * kRows + lane + j);
+              if (!span.Empty()) all = all.CommonWith(span);
+            }
+            all = CommonToLanes(all);
+          }
+          write({all.Holds(KeySpan{first_key, first_key + kKeys}) ? Note::kAllSee : Note::kMasked,
+                 head,
+                 row_block,
+                 idle >> i & 1});
         }
       }
     }
-    typename Memory::Control::Stage& stage = control.stage[place.stage];
-    stage.query_empty.Wait(place.parity ^ 1);
-    __syncwarp();
-    if (leads) {
-      NoteOf(count).kind = Note::kEnd;
-      stage.query_full.Arrive();
+    write({Note::kEnd});
+  }
+
+  // The keys of the block, of which the last may have fewer.
+  __device__ __forceinline__ KeySpan BlockSpan() const {
+    return {first_key, min(first_key + kKeys, static_cast<uint32_t>(p.keys))};
+  }
+  // From the first to the last of them that is in the hull of what the batch element's rows see.
+  // Others may be NaN.
+  __device__ __forceinline__ KeySpan SeenOfBlock() const {
+    const KeySpan block = BlockSpan();
+    if (!kHasBounds) return block;
+    const RowBlockHull* const hulls = Hulls();
+    KeySpan hull = {~0u, 0};
+#pragma unroll 4
+    for (uint32_t i = threadIdx.x % 32; i < static_cast<uint32_t>(p.row_blocks); i += 32) {
+      const RowBlockHull one = hulls[i];
+      if (one.begin < one.end) hull = hull.HullWith({uint32_t(one.begin), uint32_t(one.end)});
+    }
+    hull = HullOfLanes(hull);
+    return !hull.Empty() && hull.Meets(block) ? hull : KeySpan{block.end, block.end};
+  }
+
+  __device__ __forceinline__ void Load() const {
+    const bool leads = ptx::elect_sync();
+    const KeySpan block = BlockSpan(), seen = SeenOfBlock();
+    Arrivals arrivals = {control.arrived, 0};
+    LoadKeys<kWidth>(
+        memory.Key(), p.key, p.key_batch, block, seen, arrivals, leads, control.key_full);
+    LoadKeys<kValueWidth>(
+        memory.Value(), p.value, p.value_batch, block, seen, arrivals, leads, control.value_full);
+#pragma unroll 1
+    for (uint32_t count = 0;; ++count) {
+      const uint32_t stage = count % kStages, parity = count / kStages % 2;
+      typename Memory::Control::Stage& barriers = control.stage[stage];
+      barriers.noted.Wait(parity);
+      const Note& note = NoteOf(count);
+      if (note.kind == Note::kEnd) {
+        if (leads) barriers.query_full.Arrive();
+        break;
+      }
+      const uint32_t head = note.head, row_block = note.row_block;
+      const bool idle = kHasBounds && note.idle != 0;
+      const auto numbers_of = [&](const float* numbers) {
+        return numbers + ((int64_t{batch} * p.heads + head) * p.row_blocks + row_block) * kRows;
+      };
+      LoadRows<kWidth>(memory.Query(stage),
+                       p.query,
+                       head,
+                       row_block * kRows,
+                       ElementOf(batch, p.query_batch),
+                       memory.Lse(stage),
+                       numbers_of(p.lse_log2),
+                       idle,
+                       arrivals,
+                       leads,
+                       barriers.query_full);
+      barriers.dout_empty.Wait(parity ^ 1);
+      __syncwarp();
+      LoadRows<kValueWidth>(memory.Dout(stage),
+                            p.dout,
+                            head,
+                            row_block * kRows,
+                            batch,
+                            memory.Delta(stage),
+                            numbers_of(p.delta),
+                            idle,
+                            arrivals,
+                            leads,
+                            barriers.dout_full);
     }
   }
 
@@ -307,12 +318,17 @@ struct Backward {
     return PlaceOfColumn(Variant::kConsumers * 64 + consumer * Variant::kRestColumns);
   }
 
-  // Whose turn it is to add to a block's dQ: the consumers' parts are counted, each for itself.
+  // How many parts have been added to a block's dQ. Blocks of keys add theirs in turn, from the
+  // first that some of the rows see.
   __device__ __forceinline__ uint32_t* TurnsOf(const Note& note) const {
     return p.turns + (int64_t{batch} * p.heads + note.head) * p.row_blocks + note.row_block;
   }
-  static __device__ __forceinline__ void WaitForTurn(const uint32_t* turns, uint32_t turn) {
-    while (ptx::ld_acquire_gpu_global(turns) < turn * Variant::kConsumers) {
+  __device__ __forceinline__ void WaitForTurn(const Note& note) const {
+    uint32_t before = first_key / kKeys;
+    if (kHasBounds) {
+      before -= Hulls()[note.row_block].begin / kKeys;
+    }
+    while (ptx::ld_acquire_gpu_global(TurnsOf(note)) < before * Variant::kConsumers) {
     }
   }
 
@@ -327,9 +343,8 @@ struct Backward {
       if (note.kind == Note::kEnd) break;
       if (leads) {
         float* const sum = p.dquery_sum + SumOffset(note);
-        uint32_t* const turns = TurnsOf(note);
         if (p.deterministic) {
-          WaitForTurn(turns, note.turn);
+          WaitForTurn(note);
           ptx::fence_proxy_async_all();
         }
         constexpr uint32_t kBytes = 64 * 64 * 4;
@@ -346,7 +361,7 @@ struct Backward {
         if (p.deterministic) {
           ptx::cp_async_bulk_wait_group_0();
           ptx::fence_proxy_async_all();
-          ptx::red_release_gpu_global_add(turns, 1);
+          ptx::red_release_gpu_global_add(TurnsOf(note), 1);
         } else {
           ptx::cp_async_bulk_wait_group_read<0>();
         }
@@ -373,7 +388,7 @@ struct Backward {
     const float of_logits = ScaleOf(p, batch);
     const BackwardScale scale(of_logits, kKind == BackwardKind::kSoftcap ? p.softcap : 0);
     // A thread has two keys, 8 apart, and of each 8 rows two neighbours.
-    const uint32_t key = consumer * Variant::kGroupKeys + warp * 16 + lane / 4;
+    const uint32_t key = first_key + consumer * Variant::kGroupKeys + warp * 16 + lane / 4;
     const uint32_t row = lane % 4 * 2;
     // Where the warp stores a matrix of 16 keys by 16 rows of dS, the rows from 0 on.
     const uint32_t weights_place = SharedAddress(memory.Weights(0)) +
@@ -388,93 +403,121 @@ struct Backward {
 #pragma unroll
     for (float& x : dvalue) x = 0;
 
-    Place place;
-    RingPlace<kShape.weight_stages> weight_place;
+    typename Products::Logits s;
+    uint32_t kind;
+    // Waits for a block of rows; whether there is one.
+    const auto arrives = [&](uint32_t count) {
+      control.stage[count % kStages].query_full.Wait(count / kStages % 2);
+      kind = SameInAllLanes(NoteOf(count).kind);
+      return kind != Note::kEnd;
+    };
     control.key_full.Wait(0);
     control.value_full.Wait(0);
-#pragma unroll 1
-    for (uint32_t count = 0;; ++count) {
-      const uint32_t stage = SameInAllLanes(place.stage);
-      const uint32_t weight_stage =
-          kShape.weight_stages == 1 ? 0 : SameInAllLanes(weight_place.stage);
-      typename Memory::Control::Stage& barriers = control.stage[stage];
-      barriers.query_full.Wait(place.parity);
-      const Note& note = NoteOf(count);
-      const uint32_t kind = SameInAllLanes(note.kind);
-      if (kind == Note::kEnd) break;
-
-      typename Products::Weights p_t, ds_t;
-#pragma unroll
-      for (int32_t part = 0; part < Variant::kParts; ++part) {
-        typename Products::Logits s, dp;
-        constexpr int32_t kPartRows = Variant::kPartRows;
-        const auto numbers = [&](const float* of_rows, int32_t i) {
-          return *reinterpret_cast<const float2*>(of_rows + part * kPartRows + i * 8 + row);
-        };
-        ptx::wgmma_fence();
-        products.KeyQuery(s, stage, part);
-        if (part == 0) barriers.dout_full.Wait(place.parity);
-        ptx::wgmma_fence();
-        products.ValueDout(dp, stage, part);
-        ptx::wgmma_wait_group<1>();
-        ptx::Pin(s);
-        Weigh(s, scale, kind == Note::kMasked, first_key + key, p.keys, [&](int32_t i) {
-          return numbers(memory.Lse(stage), i);
-        }, [&](int32_t i) {
-          return *reinterpret_cast<const uint4*>(memory.Spans(stage) + part * kPartRows + i * 8 +
-                                                 row);
-        }, p_t[part]);
-        // The assembler would compute most of the weights only after the wait for the product that
-        // they are computed beside, but for the branches of a wait.
-        if (part == 0) control.weights_empty[weight_stage].Wait(weight_place.parity ^ 1);
-        ptx::wgmma_fence();
-        products.WeightDout(dvalue, p_t, stage, part);
-        ptx::wgmma_wait_group<1>();
-        ptx::Pin(dp);
-#pragma unroll
-        for (int32_t i = 0; i < kPartRows / 8; ++i) {
-          const float2 delta = numbers(memory.Delta(stage), i);
-          float* const x = s + 4 * i;
-          const float* const y = dp + 4 * i;
-          ds_t[part][2 * i] = Pack<Element>(x[0] * (y[0] - delta.x), x[1] * (y[1] - delta.y));
-          ds_t[part][2 * i + 1] = Pack<Element>(x[2] * (y[2] - delta.x), x[3] * (y[3] - delta.y));
-        }
-#pragma unroll
-        for (int32_t i = 0; i < kPartRows / 16; ++i) {
-          ptx::stmatrix_x4<true>(weights_place + weight_stage * TileBytes(kRows, kKeys) +
-                                     (part * kPartRows + i * 16) * 128,
-                                 ds_t[part] + 4 * i);
-        }
-      }
-      ptx::fence_proxy_async();
-      SyncConsumers();
-
-      float sum[32], rest[Variant::kRestColumns > 0 ? Variant::kRestColumns / 2 : 1];
+    if (arrives(0)) {
       ptx::wgmma_fence();
-      if (Variant::kIsUneven && consumer == 1) {
-        auto& fewer = reinterpret_cast<float(&)[Variant::kFewerColumns / 2]>(sum);
-        products.WeightKey(fewer, weight_stage, 64);
-      } else {
-        products.WeightKey(sum, weight_stage, Variant::kSharesRows ? 0 : consumer * 64);
+      products.KeyQuery(s, 0, 0);
+#pragma unroll 1
+      for (uint32_t count = 0;; ++count) {
+        const uint32_t stage = count % kStages, parity = count / kStages % 2;
+        const uint32_t weight_stage = count % kShape.weight_stages;
+        typename Memory::Control::Stage& barriers = control.stage[stage];
+        const Note& note = NoteOf(count);
+        typename Products::Weights p_t, ds_t;
+#pragma unroll
+        for (int32_t part = 0; part < Variant::kParts; ++part) {
+          typename Products::Logits dp;
+          if (part > 0) {
+            ptx::wgmma_fence();
+            products.KeyQuery(s, stage, part);
+          } else {
+            barriers.dout_full.Wait(parity);
+          }
+          ptx::wgmma_fence();
+          products.ValueDout(dp, stage, part);
+          ptx::wgmma_wait_group<1>();
+          ptx::Pin(s);
+          const uint32_t first_row = part * Variant::kPartRows + row;
+          const float* const lse = memory.Lse(stage) + first_row;
+          if (kind == Note::kMasked) {
+            Weigh<true>(s, p_t, part, scale, lse, memory.Spans(stage) + first_row, key);
+          } else {
+            Weigh<false>(s, p_t, part, scale, lse, nullptr, 0);
+          }
+          // The assembler would compute most of the weights only after the wait for the product
+          // that they are computed beside, but for the branches of a wait.
+          if (part == 0) {
+            control.weights_empty[weight_stage].Wait(count / kShape.weight_stages % 2 ^ 1);
+          }
+#pragma unroll
+          for (int32_t i = 0; i < Variant::kPieces; ++i) {
+            const int32_t piece = part * Variant::kPieces + i;
+            float* const s_piece = s + i * (Variant::kPieceRows / 2);
+            if (kKind != BackwardKind::kSoftcap) PackPiece(p_t[piece], s_piece);
+            ptx::wgmma_fence();
+            products.WeightDout(dvalue, p_t, stage, piece);
+            if (i == 0) {
+              ptx::wgmma_wait_group<1>();
+              ptx::Pin(dp);
+            }
+            const float* const delta = memory.Delta(stage) + piece * Variant::kPieceRows + row;
+            Differentiate(s_piece, dp + i * (Variant::kPieceRows / 2), delta);
+            PackPiece(ds_t[piece], s_piece);
+#pragma unroll
+            for (int32_t j = 0; j < Variant::kPieceRows / 16; ++j) {
+              ptx::stmatrix_x4<true>(weights_place + weight_stage * TileBytes(kRows, kKeys) +
+                                         (piece * Variant::kPieceRows + j * 16) * 128,
+                                     ds_t[piece] + 4 * j);
+            }
+          }
+        }
+        ptx::fence_proxy_async();
+        ptx::wgmma_fence();
+        products.WeightQuery(dkey, ds_t, stage);
+        const bool more = arrives(count + 1);
+        SyncConsumers();
+
+        // dQ, then the next S already.
+        float sum[32], rest[Variant::kRestColumns > 0 ? Variant::kRestColumns / 2 : 1];
+        ptx::wgmma_wait_group<1>();
+        ptx::Pin(dvalue);
+        if (more) {
+          AddQuery(products, sum, weight_stage, consumer);
+          Release(barriers.dout_empty);
+          ptx::wgmma_wait_group<1>();
+          ptx::Pin(dkey);
+          if constexpr (Variant::kRestColumns > 0) {
+            AddRest(products, rest, weight_stage, consumer);
+            Release(barriers.query_empty);
+            ptx::wgmma_wait_group<1>();
+            ptx::Pin(sum);
+            StoreSum(sum, note, consumer);
+            ptx::wgmma_fence();
+            products.KeyQuery(s, (count + 1) % kStages, 0);
+            ptx::wgmma_wait_group<1>();
+            ptx::Pin(rest);
+            Release(control.weights_empty[weight_stage]);
+            StoreRest(rest, note, consumer);
+          } else {
+            ptx::wgmma_fence();
+            products.KeyQuery(s, (count + 1) % kStages, 0);
+            Release(barriers.query_empty);
+            ptx::wgmma_wait_group<1>();
+            ptx::Pin(sum);
+            Release(control.weights_empty[weight_stage]);
+            StoreSum(sum, note, consumer);
+          }
+        } else {
+          AddQuery(products, sum, weight_stage, consumer);
+          if constexpr (Variant::kRestColumns > 0) AddRest(products, rest, weight_stage, consumer);
+          ptx::wgmma_wait_group<0>();
+          ptx::Pin(dkey);
+          ptx::Pin(sum);
+          ptx::Pin(rest);
+          StoreSum(sum, note, consumer);
+          if constexpr (Variant::kRestColumns > 0) StoreRest(rest, note, consumer);
+          break;
+        }
       }
-      if constexpr (Variant::kRestColumns > 0) {
-        products.WeightKey(rest, weight_stage, 128 + consumer * Variant::kRestColumns);
-      }
-      ptx::wgmma_commit_group();
-      ptx::wgmma_wait_group<1>();
-      ptx::Pin(dvalue);
-      Release(barriers.dout_empty);
-      products.WeightQuery(dkey, ds_t, stage);
-      ptx::wgmma_wait_group<1>();
-      ptx::Pin(sum);
-      ptx::Pin(rest);
-      Release(control.weights_empty[weight_stage]);
-      weight_place.Advance();
-      StoreSum(sum, rest, note, consumer);
-      ptx::wgmma_wait_group<0>();
-      ptx::Pin(dkey);
-      Release(barriers.query_empty);
-      place.Advance();
     }
     if (kBackwardAddsInBulk) {
       ptx::bar_sync(SumPlace::Empty(consumer), SumPlace::kThreads);
@@ -485,101 +528,148 @@ struct Backward {
     Store(dkey, dvalue, consumer);
   }
 
-  // Turns products into weights, and packs these. What is left in `s` are the weights times the
-  // slope of the cap.
-  template <class LseOf, class SpansOf>
-  static __device__ __forceinline__ void Weigh(typename Products::Logits& s,
-                                               const BackwardScale& scale,
-                                               bool masked,
-                                               uint32_t key,
-                                               uint32_t keys,
-                                               LseOf lse_of,
-                                               SpansOf spans_of,
-                                               uint32_t (&packed)[Variant::kPartRows / 4]) {
-    typename Products::Logits slope;
+  static __device__ __forceinline__ void PackPiece(uint32_t (&packed)[Variant::kPieceRows / 4],
+                                                   const float* x) {
+#pragma unroll
+    for (int32_t i = 0; i < Variant::kPieceRows / 4; ++i) {
+      packed[i] = Pack<Element>(x[2 * i], x[2 * i + 1]);
+    }
+  }
+
+  // Turns products into weights. Under a cap these are packed, and what is left of them is
+  // multiplied by the slope.
+  template <bool kMasks>
+  __device__ __forceinline__ void Weigh(typename Products::Logits& s,
+                                        typename Products::Weights& packed,
+                                        int32_t part,
+                                        const BackwardScale& scale,
+                                        const float* lse,
+                                        const uint2* spans,
+                                        uint32_t key) const {
 #pragma unroll
     for (int32_t i = 0; i < Variant::kPartRows / 8; ++i) {
-      const float2 lse = lse_of(i);
+      const float2 of_rows = *reinterpret_cast<const float2*>(lse + i * 8);
+      uint4 seen;  // of the two rows: the first key, and how many
+      if (kMasks) {
+        seen = kHasBounds ? *reinterpret_cast<const uint4*>(spans + i * 8)
+                          : make_uint4(0, p.keys, 0, p.keys);
+      }
 #pragma unroll
-      for (int32_t j = 4 * i; j < 4 * i + 4; ++j) {
+      for (int32_t j = 0; j < 4; j += 2) {
+        float* const x = s + 4 * i + j;
+        float slope[2];
         if (kKind == BackwardKind::kSoftcap) {
-          const CappedWithSlope capped = CapWithSlope(s[j] * scale.into_cap);
-          s[j] = capped.capped;
-          slope[j] = capped.slope;
+#pragma unroll
+          for (int32_t k = 0; k < 2; ++k) {
+            const CappedWithSlope capped = CapWithSlope(x[k] * scale.into_cap);
+            x[k] = capped.capped;
+            slope[k] = capped.slope;
+          }
         }
-        s[j] = ptx::ex2_approx_ftz_f32(
-            fmaf(s[j], scale.scale_log2, j % 2 == 0 ? -lse.x : -lse.y));
+        x[0] = ptx::ex2_approx_ftz_f32(fmaf(x[0], scale.scale_log2, -of_rows.x));
+        x[1] = ptx::ex2_approx_ftz_f32(fmaf(x[1], scale.scale_log2, -of_rows.y));
+        if (kMasks) {
+          const uint32_t own = key + j * 4;
+          if (own - seen.x >= seen.y) x[0] = 0;
+          if (own - seen.z >= seen.w) x[1] = 0;
+        }
+        if (kKind == BackwardKind::kSoftcap) {
+          packed[part][2 * i + j / 2] = Pack<Element>(x[0], x[1]);
+          x[0] *= slope[0];
+          x[1] *= slope[1];
+        }
       }
-    }
-    if (masked) {
-#pragma unroll
-      for (int32_t i = 0; i < Variant::kPartRows / 8; ++i) {
-        uint4 seen = make_uint4(0, keys, 0, keys);
-        if (kHasBounds) seen = spans_of(i);
-        const auto hide = [&](float& x, uint32_t key, uint32_t first, uint32_t number) {
-          if (key - first >= number) x = 0;
-        };
-        hide(s[4 * i], key, seen.x, seen.y);
-        hide(s[4 * i + 1], key, seen.z, seen.w);
-        hide(s[4 * i + 2], key + 8, seen.x, seen.y);
-        hide(s[4 * i + 3], key + 8, seen.z, seen.w);
-      }
-    }
-#pragma unroll
-    for (int32_t i = 0; i < Variant::kPartRows / 4; ++i) {
-      packed[i] = Pack<Element>(s[2 * i], s[2 * i + 1]);
-    }
-    if (kKind == BackwardKind::kSoftcap) {
-#pragma unroll
-      for (int32_t i = 0; i < Variant::kPartRows / 2; ++i) s[i] *= slope[i];
     }
   }
 
-  // Calls store(place of the columns in dquery_sum, in shared memory, which eight of these, four
-  // numbers of them).
-  template <class Store>
-  static __device__ __forceinline__ void EachPiece(const float (&sum)[32],
-                                                   const float* rest,
-                                                   uint32_t consumer,
-                                                   Store store) {
+  // dS of weights and dP.
+  static __device__ __forceinline__ void Differentiate(float* weights,
+                                                       const float* dp,
+                                                       const float* delta) {
 #pragma unroll
-    for (int32_t i = 0; i < 8; ++i) {
-      if (i < Variant::kFewerColumns / 8 || consumer == 0) {
-        store(FirstPlace(consumer), 0, i, sum + 4 * i);
-      }
-    }
-#pragma unroll
-    for (int32_t i = 0; i < Variant::kRestColumns / 8; ++i) {
-      store(RestPlace(consumer), 64 * 64, i, rest + 4 * i);
+    for (int32_t i = 0; i < Variant::kPieceRows / 2; i += 4) {
+      const float2 of_rows = *reinterpret_cast<const float2*>(delta + i * 2);
+      weights[i] *= dp[i] - of_rows.x;
+      weights[i + 1] *= dp[i + 1] - of_rows.y;
+      weights[i + 2] *= dp[i + 2] - of_rows.x;
+      weights[i + 3] *= dp[i + 3] - of_rows.y;
     }
   }
 
+  // The consumer's parts of dQ.
+  static __device__ __forceinline__ void AddQuery(const Products& products,
+                                                  float (&sum)[32],
+                                                  uint32_t weight_stage,
+                                                  uint32_t consumer) {
+    ptx::wgmma_fence();
+    if (Variant::kIsUneven && consumer == 1) {
+      auto& fewer = reinterpret_cast<float(&)[Variant::kFewerColumns / 2]>(sum);
+      products.WeightKey(fewer, weight_stage, 64);
+    } else {
+      products.WeightKey(sum, weight_stage, Variant::kSharesRows ? 0 : consumer * 64);
+    }
+    ptx::wgmma_commit_group();
+  }
+  template <int32_t kCount>
+  static __device__ __forceinline__ void AddRest(const Products& products,
+                                                 float (&rest)[kCount],
+                                                 uint32_t weight_stage,
+                                                 uint32_t consumer) {
+    ptx::wgmma_fence();
+    products.WeightKey(rest, weight_stage, 128 + consumer * Variant::kRestColumns);
+    ptx::wgmma_commit_group();
+  }
+
+  // Adds them to the sums of the block.
   __device__ __forceinline__ void StoreSum(const float (&sum)[32],
-                                           const float* rest,
                                            const Note& note,
                                            uint32_t consumer) const {
+    constexpr bool kIsLast = Variant::kRestColumns == 0;
+    if (Variant::kIsUneven && consumer == 1) {
+      StorePiece<Variant::kFewerColumns, true, true>(
+          sum, FirstPlace(consumer), 0, note, consumer);
+    } else {
+      StorePiece<64, true, kIsLast>(sum, FirstPlace(consumer), 0, note, consumer);
+    }
+  }
+  __device__ __forceinline__ void StoreRest(const float* rest,
+                                            const Note& note,
+                                            uint32_t consumer) const {
+    StorePiece<Variant::kRestColumns, false, true>(
+        rest, RestPlace(consumer), 64 * 64, note, consumer);
+  }
+  template <int32_t kColumns, bool kIsFirst, bool kIsLast>
+  __device__ __forceinline__ void StorePiece(const float* x,
+                                             uint32_t place,
+                                             uint32_t place_in_memory,
+                                             const Note& note,
+                                             uint32_t consumer) const {
     const uint32_t thread = threadIdx.x % kGroupThreads;
     if (kBackwardAddsInBulk) {
-      auto* const place = reinterpret_cast<float4*>(memory.Sum(consumer)) + thread;
-      ptx::bar_sync(SumPlace::Empty(consumer), SumPlace::kThreads);
-      EachPiece(sum, rest, consumer, [&](uint32_t, int32_t begin, int32_t i, const float* x) {
-        place[begin / 4 + i * kGroupThreads] = make_float4(x[0], x[1], x[2], x[3]);
-      });
-      ptx::fence_proxy_async();
-      ptx::bar_arrive(SumPlace::Full(consumer), SumPlace::kThreads);
+      auto* const to = reinterpret_cast<float4*>(memory.Sum(consumer)) + place_in_memory / 4;
+      if (kIsFirst) ptx::bar_sync(SumPlace::Empty(consumer), SumPlace::kThreads);
+#pragma unroll
+      for (int32_t i = 0; i < kColumns / 8; ++i) {
+        to[i * kGroupThreads + thread] =
+            make_float4(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
+      }
+      if (kIsLast) {
+        ptx::fence_proxy_async();
+        ptx::bar_arrive(SumPlace::Full(consumer), SumPlace::kThreads);
+      }
     } else {
-      float* const sums = p.dquery_sum + SumOffset(note) + thread * 4;
-      uint32_t* const turns = TurnsOf(note);
-      if (p.deterministic) {
-        if (thread == 0) WaitForTurn(turns, note.turn);
+      float* const sums = p.dquery_sum + SumOffset(note) + place + thread * 4;
+      if (kIsFirst && p.deterministic) {
+        if (thread == 0) WaitForTurn(note);
         SyncConsumer(consumer);
       }
-      EachPiece(sum, rest, consumer, [&](uint32_t begin, int32_t, int32_t i, const float* x) {
-        ptx::red_global_add_v4_f32(sums + begin + i * kGroupThreads * 4, x);
-      });
-      if (p.deterministic) {
+#pragma unroll
+      for (int32_t i = 0; i < kColumns / 8; ++i) {
+        ptx::red_global_add_v4_f32(sums + i * kGroupThreads * 4, x + 4 * i);
+      }
+      if (kIsLast && p.deterministic) {
         SyncConsumer(consumer);
-        if (thread == 0) ptx::red_release_gpu_global_add(turns, 1);
+        if (thread == 0) ptx::red_release_gpu_global_add(TurnsOf(note), 1);
       }
     }
   }
@@ -653,12 +743,21 @@ struct Backward {
       const uint32_t warp = Uniform(threadIdx.x / 32) % 4;
       if (warp == 0) {
         self.Load();
-      } else if (kBackwardAddsInBulk && warp <= Variant::kConsumers) {
-        self.Add(warp - 1);
+      } else if (warp == 1) {
+        self.Scan();
+      } else if (kBackwardAddsInBulk) {
+        self.Add(warp - 2);
       }
     } else {
       ptx::setmaxnreg_inc<Variant::kConsumerRegisters>();
-      self.Consume(group);
+      // Where their parts of dQ are of different widths, each has code of its own.
+      if (!Variant::kIsUneven) {
+        self.Consume(group);
+      } else if (group == 0) {
+        self.Consume(0);
+      } else {
+        self.Consume(1);
+      }
     }
   }
 };

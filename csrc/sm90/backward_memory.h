@@ -12,12 +12,12 @@
 
 namespace jax_fa4::sm90 {
 
-// What the load warp tells the others of a block of rows.
+// What the scan warp tells the others of a block of rows.
 struct BackwardNote {
   enum Kind : uint32_t { kAllSee, kMasked, kEnd };  // kEnd: there is no further block
   uint32_t kind;
   uint32_t head, row_block;
-  uint32_t turn;  // how many blocks of keys add to the rows' dQ before this one
+  uint32_t idle;  // whether some rows before T see nothing
 };
 
 // The first kBackwardControlBytes.
@@ -29,6 +29,7 @@ struct BackwardControl {
   static constexpr int32_t kNotes = 2 * kStages;
 
   struct Stage {
+    Barrier noted;  // from the scan warp to the load warp
     Barrier query_full, query_empty, dout_full, dout_empty;
   };
   Stage stage[kStages];
@@ -40,6 +41,7 @@ struct BackwardControl {
   __device__ __forceinline__ void Init() {
     constexpr uint32_t kConsumerWarps = kConsumers * kGroupThreads / 32;
     for (Stage& one : stage) {
+      one.noted.Init(1);
       one.query_full.Init(1);
       one.query_empty.Init(kConsumerWarps);
       one.dout_full.Init(1);

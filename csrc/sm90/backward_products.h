@@ -17,9 +17,10 @@ class BackwardProducts {
   using Element = typename Variant::Element;
   static constexpr int32_t kRows = Variant::kRows, kKeys = Variant::kKeys;
   static constexpr int32_t kWidth = Variant::kWidth, kValueWidth = Variant::kValueWidth;
-  static constexpr int32_t kPartRows = Variant::kPartRows, kStep = 16;
+  static constexpr int32_t kPartRows = Variant::kPartRows, kPieceRows = Variant::kPieceRows;
+  static constexpr int32_t kStep = 16;
   using Logits = float[kPartRows / 2];                  // S^T and dP^T, keys by rows
-  using Weights = uint32_t[Variant::kParts][kPartRows / 4];  // P^T and dS^T
+  using Weights = uint32_t[kRows / kPieceRows][kPieceRows / 4];  // P^T and dS^T
   using KeySum = float[kWidth / 2];
   using ValueSum = float[kValueWidth / 2];
 
@@ -47,12 +48,12 @@ class BackwardProducts {
     Rows<kValueWidth>(s, value_, dout_ + stage * (TileBytes(kRows, kValueWidth) / 16), part);
   }
 
-  // dV += P^T dO.
+  // dV += P^T dO, of a piece of the rows.
   __device__ __forceinline__ void WeightDout(ValueSum& sum,
                                              const Weights& weights,
                                              uint32_t stage,
-                                             int32_t part) const {
-    Keys(sum, weights, dout_ + stage * (TileBytes(kRows, kValueWidth) / 16), part);
+                                             int32_t piece) const {
+    Keys(sum, weights, dout_ + stage * (TileBytes(kRows, kValueWidth) / 16), piece);
     ptx::wgmma_commit_group();
   }
   // dK += dS^T Q, of all rows.
@@ -60,8 +61,8 @@ class BackwardProducts {
                                               const Weights& weights,
                                               uint32_t stage) const {
 #pragma unroll
-    for (int32_t part = 0; part < Variant::kParts; ++part) {
-      Keys(sum, weights, query_ + stage * (TileBytes(kRows, kWidth) / 16), part);
+    for (int32_t piece = 0; piece < kRows / kPieceRows; ++piece) {
+      Keys(sum, weights, query_ + stage * (TileBytes(kRows, kWidth) / 16), piece);
     }
     ptx::wgmma_commit_group();
   }
@@ -104,11 +105,11 @@ class BackwardProducts {
   static __device__ __forceinline__ void Keys(float (&sum)[kCount],
                                               const Weights& weights,
                                               uint64_t rows,
-                                              int32_t part) {
+                                              int32_t piece) {
 #pragma unroll
-    for (int32_t i = 0; i < kPartRows; i += kStep) {
+    for (int32_t i = 0; i < kPieceRows; i += kStep) {
       ptx::wgmma_m64k16_rs<Element>(
-          sum, weights[part] + i / 4, rows + PanelBytes(part * kPartRows + i) / 16);
+          sum, weights[piece] + i / 4, rows + PanelBytes(piece * kPieceRows + i) / 16);
     }
   }
 

@@ -20,9 +20,15 @@ struct BackwardVariant {
   static_assert(kConsumers * kGroupKeys == kKeys);
   static_assert(BackwardSharedBytes(kShape) <= kMostSharedBytes);
 
-  // Rows whose S and dP a thread holds at a time: all, unless dK and dV leave no room.
-  static constexpr int32_t kPartRows = kWidth + kValueWidth > 256 ? kRows / 2 : kRows;
+  // Rows whose S and dP a thread holds at a time: all, unless there is no room for them beside dK
+  // and dV, or beside the weights of all of them.
+  static constexpr int32_t kPartRows =
+      kWidth + kValueWidth > 256 || (kRows > 64 && kKind == BackwardKind::kSoftcap) ? kRows / 2
+                                                                                    : kRows;
   static constexpr int32_t kParts = kRows / kPartRows;
+  // Rows whose weights a thread packs, and has multiplied, at a time.
+  static constexpr int32_t kPieceRows = kPartRows < 64 ? kPartRows : 64;
+  static constexpr int32_t kPieces = kPartRows / kPieceRows;
 
   // The warpgroups share the block's dQ: each takes 64 rows of it, or else 64 columns and, of what
   // is left behind these, an equal part; of 96 the first takes 64 and the second 32.
