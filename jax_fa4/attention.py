@@ -123,7 +123,8 @@ def attention(
       row_bounds: (lower, upper), each int32 (B, T): row `i` sees key positions in `[lower, upper)`.
       softcap: positive number, static.
       sinks: float (N,): a logit per head that takes part in the softmax with no value. Differentiable.
-      deterministic: whether gradients must be bitwise repeatable (in this version they always are).
+      deterministic: whether gradients must be bitwise repeatable. Else those of query and scale may change in their
+        rounding from call to call, where the backward runs on tensor cores, which add up in any order.
       implementation: None chooses; "cuda" is kernels for NVIDIA GPUs; "tiled" (or "xla") is pure JAX; "reference" is
         naive and differentiable in every mode; "emulated" runs the CUDA kernels on a CPU. See `why_not`.
       return_residual: whether to return lse too.
