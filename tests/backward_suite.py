@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,7 +34,7 @@ from forward_suite import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from suite import AttentionSuite, label, masked, marked, pairwise, planted, quick_first, run
+from suite import AttentionSuite, label, marked, masked, pairwise, planted, quick_first, run
 from test_emulated_attention import ALSO_MAPPED, MAPPED
 
 from jax_fa4 import CHECKPOINT_NAMES, attention
@@ -85,8 +85,9 @@ class BackwardSuite:
         name = self.forward.entry(arguments)
         if name is None or not fitting or arguments.get("sinks") is not None:
             return None
-        return f"backward_{arguments['query'].dtype.name}_{'_'.join(map(str, dict.fromkeys(fitting[0])))}_" + (
-            name.rpartition("_")[2]
+        return (
+            f"backward_{arguments['query'].dtype.name}_{'_'.join(map(str, dict.fromkeys(fitting[0])))}_"
+            + (name.rpartition("_")[2])
         )
 
     def assert_launched(self, arguments: Mapping[str, Any], launches: Sequence[Any]) -> None:
@@ -109,9 +110,7 @@ class BackwardSuite:
         assert backward in (f"{widths}_{kind}", f"{widths}_bounds")
         assert others[0].target == others[2].target == next(iter(self.forward.targets.values()))
 
-    def pull(
-        self, arguments: Mapping[str, Any], dout: np.ndarray, dlse: np.ndarray, **options: Any
-    ) -> Pulled:
+    def pull(self, arguments: Mapping[str, Any], dout: np.ndarray, dlse: np.ndarray, **options: Any) -> Pulled:
         """Runs forward and backward; emulated, under these options."""
         with self.forward.launches(**options) as launches:
             results = jax.block_until_ready(run(self.implementation, arguments, dout, dlse))
@@ -176,7 +175,8 @@ class BackwardSuite:
         self.check(arguments | {"deterministic": deterministic})
 
     @pytest.mark.parametrize(
-        "widths", [x if x in ((8, 8), (40, 24), (136, 8)) else pytest.param(x, marks=pytest.mark.slow) for x in NARROWER]
+        "widths",
+        [x if x in ((8, 8), (40, 24), (136, 8)) else pytest.param(x, marks=pytest.mark.slow) for x in NARROWER],
     )
     def test_narrower_widths(self, widths: Widths) -> None:
         for choice in ({}, {"is_causal": True, "query_offset": "end"}):
@@ -216,7 +216,13 @@ class BackwardSuite:
 
     @pytest.mark.parametrize(
         "span",
-        [(0, 1), (127, 129), (129, 255), (383, 384), *marked(pytest.mark.slow, (1, 2), (128, 256), (5, 300), (250, 383))],
+        [
+            (0, 1),
+            (127, 129),
+            (129, 255),
+            (383, 384),
+            *marked(pytest.mark.slow, (1, 2), (128, 256), (5, 300), (250, 383)),
+        ],
         ids=str,
     )
     def test_hull_that_ends_anywhere_in_a_block(self, span: tuple[int, int]) -> None:
@@ -346,9 +352,7 @@ class BackwardSuite:
             assert [launch.module for launch in launches[1:]] == ["backward_rows", self.module, "backward_rows"]
         for i in range(3):
             with self.forward.launches():
-                want = jax.block_until_ready(
-                    jax.jit(gradients)(arrays | {name: x[i] for name, x in stacks.items()})
-                )
+                want = jax.block_until_ready(jax.jit(gradients)(arrays | {name: x[i] for name, x in stacks.items()}))
             for name, x in want.items():
                 # The scale's gradient is a sum that XLA makes, in an order that depends on its length.
                 compare = (
@@ -438,7 +442,9 @@ class BackwardSuite:
 
     @pytest.mark.slow
     @pytest.mark.parametrize(
-        "choice", [{}, {"left": 300, "right": 3, "query_offset": "end"}, {"row_bounds": "some", "softcap": 4.0}], ids=label
+        "choice",
+        [{}, {"left": 300, "right": 3, "query_offset": "end"}, {"row_bounds": "some", "softcap": 4.0}],
+        ids=label,
     )
     def test_deterministic_over_many_seeds(self, choice: Mapping[str, Any], compiled: Widths) -> None:
         if self.implementation != "emulated":

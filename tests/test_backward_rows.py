@@ -59,7 +59,9 @@ class Call:
         self.bounds = [np.clip(np.arange(rows) + side, 0, keys)[None].astype(np.int32) for side in band]
         has_arrays = sizes.lower_batch is not None
         if has_arrays:
-            self.bounds = [rng.integers(0, keys + 1, (x, rows), np.int32) for x in (sizes.lower_batch, sizes.upper_batch)]
+            self.bounds = [
+                rng.integers(0, keys + 1, (x, rows), np.int32) for x in (sizes.lower_batch, sizes.upper_batch)
+            ]
         lower, upper = (x[np.arange(batch) % len(x)] for x in self.bounds)
         self.sees = np.broadcast_to((lower < upper)[..., None], of_rows).copy()
         self.sees[0, rows // 2, 0] = False  # as all its logits are -inf
@@ -111,9 +113,7 @@ class Call:
 
     def of_rows(self, name: str) -> np.ndarray:
         """A number of each row, (B, N, R)."""
-        return self.workspace(
-            name, np.float32, self.sizes.batch, self.sizes.heads, self.row_blocks * self.row_block
-        )
+        return self.workspace(name, np.float32, self.sizes.batch, self.sizes.heads, self.row_blocks * self.row_block)
 
     def sums(self) -> np.ndarray:
         """The sums of dquery, in the kernel's order."""
@@ -239,7 +239,9 @@ def test_every_seed_gives_the_same_bits(target: str) -> None:
     assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.parametrize(("lse", "is_nan"), [(np.inf, True), (np.nan, True), (3e38, True), (1e38, False), (-1e38, False)])
+@pytest.mark.parametrize(
+    ("lse", "is_nan"), [(np.inf, True), (np.nan, True), (3e38, True), (1e38, False), (-1e38, False)]
+)
 def test_lse_that_is_huge_or_no_number(lse: float, is_nan: bool, target: str) -> None:
     """Only rows that see nothing have an infinite one: of others it makes NaN, which shows."""
     call = Call(Sizes(), "bfloat16", target)

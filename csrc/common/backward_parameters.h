@@ -2,8 +2,8 @@
 // after it (backward_rows), and their host code agree on.
 //
 // Three launches. `before` reduces each row to two numbers and zeroes sums; the backward goes, for
-// each block of keys, through the blocks of rows that see it, keeps dkey and dvalue of the keys, and
-// adds its part to sums of dquery; `after` makes dquery and dscale of the sums.
+// each block of keys, through the blocks of rows that see it, keeps dkey and dvalue of the keys,
+// and adds its part to sums of dquery; `after` makes dquery and dscale of the sums.
 
 #ifndef JAX_FA4_CSRC_COMMON_BACKWARD_PARAMETERS_H_
 #define JAX_FA4_CSRC_COMMON_BACKWARD_PARAMETERS_H_
@@ -31,8 +31,8 @@ struct alignas(16) RowBlockHull {
 // All arrays are contiguous, in the layouts of docs/spec.md. Operands whose leading axis is shorter
 // than `batch` divide it: batch element b uses row b % length.
 struct BackwardParameters {
-  // Of four dimensions: width, heads, positions, batch. Boxes are {64, 1, row_block, 1} of query and
-  // dout, and {64, 1, key_block, 1} of the others, with a swizzle of 128 bytes.
+  // Of four dimensions: width, heads, positions, batch. Boxes are {64, 1, row_block, 1} of query
+  // and dout, and {64, 1, key_block, 1} of the others, with a swizzle of 128 bytes.
   TensorMap query, dout, key, value;
   TensorMap dkey, dvalue;  // stored; of all batch elements
 
@@ -50,14 +50,14 @@ struct BackwardParameters {
   const int32_t* upper;  // (upper_batch, T)
 
   // In the workspace, all written by `before`. R is row_blocks * row_block, W compiled_width.
-  float* lse_log2;      // (B, N, R): lse * log2(e); inf of rows that see nothing, and from T on, and
-                        // of no others
-  float* delta;         // (B, N, R): sum of dout * out, minus dlse; 0 of such rows
+  float* lse_log2;  // (B, N, R): lse * log2(e); inf of rows that see nothing, and from T on, and
+                    // of no others
+  float* delta;     // (B, N, R): sum of dout * out, minus dlse; 0 of such rows
   RowBlockHull* hulls;  // (hull_batch, row_blocks)
   float* dquery_sum;    // (B, N, row_blocks, row_block * W): of dS K, unscaled, each block in the
                         // order of csrc/common/dquery_sum.h; zeros at first
-  uint32_t* turns;      // (B, N, row_blocks): key blocks that have added their part, where the order
-                        // is fixed (deterministic); zeros at first
+  uint32_t* turns;  // (B, N, row_blocks): key blocks that have added their part, where the order
+                    // is fixed (deterministic); zeros at first
 
   int32_t batch, rows, keys, heads, kv_heads;  // B, T, S, N, K
   int32_t width, value_width;                  // D, Dv

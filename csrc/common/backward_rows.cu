@@ -138,8 +138,7 @@ __device__ __forceinline__ void Before(const Parameters& p) {
     const int64_t at = is_row ? (int64_t{batch} * p.rows + position) * heads + head : 0;
     const float lse = p.lse[at], rounding = p.lse_rounding[at];
     const float dlse = p.dlse != nullptr ? p.dlse[at] : 0;
-    const bool sees =
-        is_row && lse != -Infinity() && !BoundsOf(p, batch).Of(position).Empty();
+    const bool sees = is_row && lse != -Infinity() && !BoundsOf(p, batch).Of(position).Empty();
     const float dot = RowDot(static_cast<const Element*>(p.dout_rows) + at * p.value_width,
                              static_cast<const Element*>(p.out_rows) + at * p.value_width,
                              is_row ? p.value_width : 0);
@@ -259,9 +258,9 @@ __device__ __forceinline__ void After(const Parameters& p) {
     const uint32_t position = first + row + 8 * i;
     is_row[i] = position < p.rows;
     sees[i] = p.lse_log2[padded + position] != Infinity();
-    query[i] = static_cast<const Element*>(p.query_rows) +
-               ((int64_t{ElementOf(batch, p.query_batch)} * p.rows + position) * heads + head) *
-                   p.width;
+    query[i] =
+        static_cast<const Element*>(p.query_rows) +
+        ((int64_t{ElementOf(batch, p.query_batch)} * p.rows + position) * heads + head) * p.width;
     dquery[i] = static_cast<Element*>(p.dquery_rows) +
                 ((int64_t{batch} * p.rows + position) * heads + head) * p.width;
   }
@@ -314,14 +313,14 @@ __device__ __forceinline__ void After(const Parameters& p) {
 
 }  // namespace jax_fa4::backward_rows
 
-#define JAX_FA4_ENTRIES(dtype)                                                          \
-  extern "C" __global__ void __launch_bounds__(jax_fa4::backward_rows::kBeforeThreads)  \
-      before_##dtype(const __grid_constant__ jax_fa4::BackwardParameters p) {           \
-    jax_fa4::backward_rows::Before<jax_fa4::ptx::dtype>(p);                             \
-  }                                                                                     \
-  extern "C" __global__ void __launch_bounds__(jax_fa4::backward_rows::kAfterThreads)   \
-      after_##dtype(const __grid_constant__ jax_fa4::BackwardParameters p) {            \
-    jax_fa4::backward_rows::After<jax_fa4::ptx::dtype>(p);                              \
+#define JAX_FA4_ENTRIES(dtype)                                                         \
+  extern "C" __global__ void __launch_bounds__(jax_fa4::backward_rows::kBeforeThreads) \
+      before_##dtype(const __grid_constant__ jax_fa4::BackwardParameters p) {          \
+    jax_fa4::backward_rows::Before<jax_fa4::ptx::dtype>(p);                            \
+  }                                                                                    \
+  extern "C" __global__ void __launch_bounds__(jax_fa4::backward_rows::kAfterThreads)  \
+      after_##dtype(const __grid_constant__ jax_fa4::BackwardParameters p) {           \
+    jax_fa4::backward_rows::After<jax_fa4::ptx::dtype>(p);                             \
   }
 
 JAX_FA4_ENTRIES(float16)

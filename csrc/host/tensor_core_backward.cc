@@ -149,8 +149,7 @@ std::string WhyNot(const Family& family, const Problem& problem) {
   if (!reason.empty()) return reason;
   if (problem.dtype != problem.out_dtype) {
     return "the " + std::string(family.architecture.name) +
-           " backward takes an out of query's dtype, and this is " +
-           std::string(problem.out_dtype);
+           " backward takes an out of query's dtype, and this is " + std::string(problem.out_dtype);
   }
   return WhyNotAnywhere(family, problem);
 }
@@ -175,9 +174,8 @@ std::vector<Launch> Launches(const Family& family, const Problem& problem) {
   parameters.key_blocks = static_cast<int32_t>(tasks.key_blocks);
   parameters.head_tasks = static_cast<int32_t>(tasks.kv_heads);
   // What a key/value head's blocks of keys all go through: query, dout, and what `before` made.
-  const uint64_t bytes_of_row =
-      2 * static_cast<uint64_t>(problem.width + problem.value_width) +
-      sizeof(float) * static_cast<uint64_t>(tiling.width + 2);
+  const uint64_t bytes_of_row = 2 * static_cast<uint64_t>(problem.width + problem.value_width) +
+                                sizeof(float) * static_cast<uint64_t>(tiling.width + 2);
   const uint64_t rows_of_head = static_cast<uint64_t>(tasks.row_blocks * tiling.row_block) *
                                 static_cast<uint64_t>(problem.heads / problem.kv_heads);
   parameters.section = Section(problem.device, rows_of_head * bytes_of_row, tasks.kv_heads);
@@ -188,8 +186,8 @@ std::vector<Launch> Launches(const Family& family, const Problem& problem) {
                           int64_t ctas,
                           int32_t threads,
                           uint32_t shared_bytes) {
-    Launch made = NewLaunch(
-        problem, module, std::move(kernel), ctas, threads, shared_bytes, parameters);
+    Launch made =
+        NewLaunch(problem, module, std::move(kernel), ctas, threads, shared_bytes, parameters);
     const auto add = [&](size_t at, Buffer buffer, uint64_t offset = 0) {
       made.addresses.push_back({static_cast<uint32_t>(at), buffer, offset});
     };
@@ -221,7 +219,8 @@ std::vector<Launch> Launches(const Family& family, const Problem& problem) {
                            tiling.shared_bytes);
   backward.tensor_maps = Maps(problem, tiling);
   return {
-      launch(rows, "before_" + dtype, tasks.row_tiles * tasks.heads, backward_rows::kBeforeThreads, 0),
+      launch(
+          rows, "before_" + dtype, tasks.row_tiles * tasks.heads, backward_rows::kBeforeThreads, 0),
       backward,
       launch(rows,
              "after_" + dtype,

@@ -2,14 +2,14 @@
 
 #include <algorithm>
 #include <bit>
+#include <utility>
 
 namespace jax_fa4 {
 
 // Not every GPU of major version 10 has what the kernels use: 10.1 is of another family.
-constinit const Architecture kBlackwell = {
-    "Blackwell", "10.0 or 10.3", [](int major, int minor) {
-      return major == 10 && (minor == 0 || minor == 3);
-    }};
+constinit const Architecture kBlackwell = {"Blackwell", "10.0 or 10.3", [](int major, int minor) {
+                                             return major == 10 && (minor == 0 || minor == 3);
+                                           }};
 
 // The kernels are for one architecture, sm_90a.
 constinit const Architecture kHopper = {
@@ -28,8 +28,8 @@ std::string KernelName(std::string pass,
                        const Problem& problem,
                        int32_t width,
                        int32_t value_width) {
-  std::string name = std::move(pass) + "_" + std::string(problem.dtype) + "_" +
-                     std::to_string(width);
+  std::string name =
+      std::move(pass) + "_" + std::string(problem.dtype) + "_" + std::to_string(width);
   if (value_width != width) name += "_" + std::to_string(value_width);
   switch (MaskKindOf(problem)) {
     case MaskKind::kFull:
@@ -49,11 +49,8 @@ std::string WhyNotGpu(const Architecture& architecture, const char* pass, const 
          std::to_string(device.minor);
 }
 
-std::string WhyNotHeads(const std::string& takes,
-                        const Problem& problem,
-                        bool fits,
-                        int32_t most,
-                        int32_t most_value) {
+std::string WhyNotHeads(
+    const std::string& takes, const Problem& problem, bool fits, int32_t most, int32_t most_value) {
   if (problem.dtype == "float32") return takes + "float16 and bfloat16, and these are float32";
   const std::string widths =
       "D " + std::to_string(problem.width) + " and Dv " + std::to_string(problem.value_width);

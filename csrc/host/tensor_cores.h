@@ -5,6 +5,7 @@
 #define JAX_FA4_CSRC_HOST_TENSOR_CORES_H_
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <span>
@@ -61,8 +62,8 @@ std::string WhyNotMaps(const std::string& takes,
 // power of two, which mostly divides all that there are, and no larger than all of them take.
 int32_t Section(const Device& device, uint64_t bytes, int64_t heads);
 
-// Of an array (batch, positions, heads, width) of 16-bit elements, whose boxes have 64 columns of so
-// many heads and positions.
+// Of an array (batch, positions, heads, width) of 16-bit elements, whose boxes have 64 columns of
+// so many heads and positions.
 TensorMapParameter Map(size_t at,
                        int buffer,
                        const std::array<int32_t, 4>& dims,
