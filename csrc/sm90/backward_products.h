@@ -67,15 +67,18 @@ class BackwardProducts {
     ptx::wgmma_commit_group();
   }
 
-  // dQ = dS K: some of its columns, from a multiple of 32 on, in the warpgroup's rows.
+  // dQ = dS K: some of its columns, from a multiple of 32 on, in the warpgroup's rows. `zero` is 0,
+  // and new in each turn of the loop: else the compiler would keep the descriptors of all steps,
+  // for which there are no registers.
   template <int32_t kCount>
   __device__ __forceinline__ void WeightKey(float (&sum)[kCount],
                                             uint32_t weight_stage,
-                                            uint32_t column) const {
+                                            uint32_t column,
+                                            uint32_t zero) const {
     const uint64_t weights =
         weights_ + weight_stage * (TileBytes(kRows, kKeys) / 16) +
         (Variant::kSharesRows ? consumer_ * (PanelBytes(64) / 16) : 0);
-    const uint64_t key = all_keys_ + ColumnOffset(kKeys, column) / 16;
+    const uint64_t key = all_keys_ + (ColumnOffset(kKeys, column) / 16 + zero);
     Step<false>(sum, weights, key);
 #pragma unroll
     for (int32_t i = kStep; i < kKeys; i += kStep) Step<true>(sum, weights, key, i);
