@@ -407,9 +407,9 @@ struct Backward {
     typename Products::KeySum dkey;
     typename Products::ValueSum dvalue;
 #pragma unroll
-    for (float& x : dkey) x = 0;
+    for (int32_t i = 0; i < kWidth / 2; ++i) dkey[i] = 0;
 #pragma unroll
-    for (float& x : dvalue) x = 0;
+    for (int32_t i = 0; i < kValueWidth / 2; ++i) dvalue[i] = 0;
 
     typename Products::Logits s;
     uint32_t kind;
@@ -539,7 +539,7 @@ struct Backward {
     }
     const float of_products = ScaleOf(p, control.task.batch);
 #pragma unroll
-    for (float& x : dkey) x *= of_products;
+    for (int32_t i = 0; i < kWidth / 2; ++i) dkey[i] *= of_products;
     Store(dkey, dvalue);
   }
 
