@@ -388,12 +388,12 @@ struct Backward {
 
   __device__ __forceinline__ void Consume(uint32_t consumer) const {
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    const Products products(consumer,
-                            memory.Key(),
-                            memory.Value(),
-                            memory.Query(0),
-                            memory.Dout(0),
-                            memory.Weights(0));
+    const Products all_products(consumer,
+                                memory.Key(),
+                                memory.Value(),
+                                memory.Query(0),
+                                memory.Dout(0),
+                                memory.Weights(0));
     const BackwardScale scale(ScaleOf(p, control.task.batch), kKind == BackwardKind::kSoftcap ? p.softcap : 0);
     // A thread has two keys, 8 apart, and of each 8 rows two neighbours.
     const uint32_t key = control.task.first_key + consumer * Variant::kGroupKeys + warp * 16 + lane / 4;
@@ -423,9 +423,10 @@ struct Backward {
     control.value_full.Wait(0);
     if (arrives(0)) {
       ptx::wgmma_fence();
-      products.KeyQuery(s, 0, 0);
+      all_products.KeyQuery(s, 0, 0);
 #pragma unroll 1
       for (uint32_t count = 0;; ++count) {
+        const Products products = Variant::kParts > 1 ? all_products.Anew(kind >> 31) : all_products;
         const uint32_t stage = count % kStages, parity = count / kStages % 2;
         const uint32_t weight_stage = count % kShape.weight_stages;
         typename Memory::Control::Stage& barriers = control.stage[stage];
@@ -491,16 +492,17 @@ struct Backward {
         SyncConsumers();
 
         // dQ, then the next S already.
+        const Products new_products = products.WithNewKeys(kind >> 31);
         float sum[32], rest[Variant::kRestColumns > 0 ? Variant::kRestColumns / 2 : 1];
         ptx::wgmma_wait_group<1>();
         ptx::Pin(dvalue);
         if (more) {
-          AddQuery(products, sum, weight_stage, consumer, kind >> 31);
+          AddQuery(new_products, sum, weight_stage, consumer);
           Release(barriers.dout_empty);
           ptx::wgmma_wait_group<1>();
           ptx::Pin(dkey);
           if constexpr (Variant::kRestColumns > 0) {
-            AddRest(products, rest, weight_stage, consumer, kind >> 31);
+            AddRest(new_products, rest, weight_stage, consumer);
             Release(barriers.query_empty);
             ptx::wgmma_wait_group<1>();
             ptx::Pin(sum);
@@ -521,10 +523,11 @@ struct Backward {
             StoreSum(sum, note, consumer);
           }
         } else {
-          AddQuery(products, sum, weight_stage, consumer, kind >> 31);
-          if constexpr (Variant::kRestColumns > 0) AddRest(products, rest, weight_stage, consumer, kind >> 31);
           ptx::wgmma_wait_group<0>();
           ptx::Pin(dkey);
+          AddQuery(new_products, sum, weight_stage, consumer);
+          if constexpr (Variant::kRestColumns > 0) AddRest(new_products, rest, weight_stage, consumer);
+          ptx::wgmma_wait_group<0>();
           ptx::Pin(sum);
           ptx::Pin(rest);
           StoreSum(sum, note, consumer);
@@ -615,14 +618,13 @@ struct Backward {
   static __device__ __forceinline__ void AddQuery(const Products& products,
                                                   float (&sum)[32],
                                                   uint32_t weight_stage,
-                                                  uint32_t consumer,
-                                                  uint32_t zero) {
+                                                  uint32_t consumer) {
     ptx::wgmma_fence();
     if (Variant::kIsUneven && consumer == 1) {
       auto& fewer = reinterpret_cast<float(&)[Variant::kFewerColumns / 2]>(sum);
-      products.WeightKey(fewer, weight_stage, 64, zero);
+      products.WeightKey(fewer, weight_stage, 64);
     } else {
-      products.WeightKey(sum, weight_stage, Variant::kSharesRows ? 0 : consumer * 64, zero);
+      products.WeightKey(sum, weight_stage, Variant::kSharesRows ? 0 : consumer * 64);
     }
     ptx::wgmma_commit_group();
   }
@@ -630,10 +632,9 @@ struct Backward {
   static __device__ __forceinline__ void AddRest(const Products& products,
                                                  float (&rest)[kCount],
                                                  uint32_t weight_stage,
-                                                 uint32_t consumer,
-                                                 uint32_t zero) {
+                                                 uint32_t consumer) {
     ptx::wgmma_fence();
-    products.WeightKey(rest, weight_stage, 128 + consumer * Variant::kRestColumns, zero);
+    products.WeightKey(rest, weight_stage, 128 + consumer * Variant::kRestColumns);
     ptx::wgmma_commit_group();
   }
 

@@ -39,6 +39,22 @@ class BackwardProducts {
         dout_(Descriptor(dout, kRows)),
         weights_(Descriptor(weights, kRows)) {}
 
+  // The same products, if `zero` is 0. Where that is new in each turn of a loop, the compiler cannot
+  // keep the descriptors of all steps across turns, for which there are no registers. The latter is
+  // for WeightKey alone.
+  __device__ __forceinline__ BackwardProducts Anew(uint32_t zero) const {
+    BackwardProducts products = *this;
+    products.key_ += zero;
+    products.value_ += zero;
+    products.weights_ += zero;
+    return products;
+  }
+  __device__ __forceinline__ BackwardProducts WithNewKeys(uint32_t zero) const {
+    BackwardProducts products = *this;
+    products.all_keys_ += zero;
+    return products;
+  }
+
   // S^T = K Q^T, of the warpgroup's keys and a part of the rows.
   __device__ __forceinline__ void KeyQuery(Logits& s, uint32_t stage, int32_t part) const {
     Rows<kWidth>(s, key_, query_ + stage * (TileBytes(kRows, kWidth) / 16), part);
@@ -67,18 +83,15 @@ class BackwardProducts {
     ptx::wgmma_commit_group();
   }
 
-  // dQ = dS K: some of its columns, from a multiple of 32 on, in the warpgroup's rows. `zero` is 0,
-  // and new in each turn of the loop: else the compiler would keep the descriptors of all steps,
-  // for which there are no registers.
+  // dQ = dS K: some of its columns, from a multiple of 32 on, in the warpgroup's rows.
   template <int32_t kCount>
   __device__ __forceinline__ void WeightKey(float (&sum)[kCount],
                                             uint32_t weight_stage,
-                                            uint32_t column,
-                                            uint32_t zero) const {
+                                            uint32_t column) const {
     const uint64_t weights =
         weights_ + weight_stage * (TileBytes(kRows, kKeys) / 16) +
         (Variant::kSharesRows ? consumer_ * (PanelBytes(64) / 16) : 0);
-    const uint64_t key = all_keys_ + (ColumnOffset(kKeys, column) / 16 + zero);
+    const uint64_t key = all_keys_ + ColumnOffset(kKeys, column) / 16;
     Step<false>(sum, weights, key);
 #pragma unroll
     for (int32_t i = kStep; i < kKeys; i += kStep) Step<true>(sum, weights, key, i);
