@@ -30,7 +30,7 @@ Kernels = tuple[tuple[str, str], ...]
 """What a call launches: the file and the entry of each kernel."""
 Results = Mapping[str, np.ndarray]
 
-SEEN: dict[str, tuple[Capability, ...]] = {"sm80_forward": ((9, 0),), "sm80_backward": ((9, 0),)}
+SEEN: dict[str, tuple[Capability, ...]] = dict.fromkeys(("sm80_forward", "sm80_backward", "sm90_forward"), ((9, 0),))
 """For the files of kernels, the compute capabilities of the GPUs on which their whole test suite has passed."""
 
 SWITCH = "JAX_FA4_SELF_TEST"
