@@ -258,9 +258,13 @@ struct Backward {
   template <int32_t kWidth>
   __device__ __forceinline__ void ClearIdle(unsigned char* tile, int32_t stage) const {
 #pragma unroll 1
-    for (uint32_t row = 0; row < kRows; ++row) {
-      if (control.row_numbers[stage].lse_log2[row] == Infinity()) {
-        ClearRows<kRows, kWidth>(tile, row, row + 1);
+    for (uint32_t row = Lane(); row < kRows; row += 32) {
+      if (control.row_numbers[stage].lse_log2[row] != Infinity()) continue;
+#pragma unroll 1
+      for (uint32_t piece = 0; piece < 8 * Panels(kWidth); ++piece) {
+        // Lanes begin at different pieces, which lie in different banks.
+        unsigned char* const start = tile + piece / 8 * PanelBytes(kRows) + row * 128;
+        *reinterpret_cast<uint4*>(start + (piece + row) % 8 * 16) = make_uint4(0, 0, 0, 0);
       }
     }
     ptx::fence_proxy_async();
