@@ -24,6 +24,7 @@
 #include "csrc/ptx/bulk.h"
 #include "csrc/ptx/copy.h"
 #include "csrc/ptx/stmatrix.h"
+#include "csrc/ptx/thread.h"
 #include "csrc/ptx/turns.h"
 #include "csrc/ptx/warp.h"
 #include "csrc/ptx/wgmma.h"
@@ -56,8 +57,6 @@ struct Backward {
   const BackwardParameters& p;
   Memory memory;
   typename Memory::Control& control;
-  uint32_t batch, kv_head;
-  uint32_t first_key;
 
   __device__ __forceinline__ Note& NoteOf(uint32_t count) const {
     return control.notes[count % Memory::Control::kNotes];
@@ -92,11 +91,10 @@ struct Backward {
 
   // Clears what rows of a tile hold that see nothing.
   template <int32_t kColumns>
-  __device__ __forceinline__ void ClearIdle(unsigned char* tile, uint32_t first_row) const {
-    const RowBounds bounds = BoundsOf(p, batch);
+  static __device__ __forceinline__ void ClearIdle(unsigned char* tile, const float* lse) {
 #pragma unroll 1
     for (uint32_t begin = 0; begin < kRows; begin += 32) {
-      const bool is_idle = bounds.Of(first_row + begin + threadIdx.x % 32).Empty();
+      const bool is_idle = lse[begin + threadIdx.x % 32] == Infinity();
 #pragma unroll 1
       for (uint32_t idle = __ballot_sync(kAllLanes, is_idle); idle != 0; idle &= idle - 1) {
         const uint32_t row = begin + __ffs(idle) - 1;
@@ -132,9 +130,9 @@ struct Backward {
     if (leads) {
       LoadTile<kKeys, kColumns>(tile,
                                 map,
-                                kv_head,
-                                first_key,
-                                ElementOf(batch, length),
+                                control.task.kv_head,
+                                control.task.first_key,
+                                ElementOf(control.task.batch, length),
                                 clears ? arrivals.barrier : full);
     }
     if (clears) {
@@ -152,6 +150,7 @@ struct Backward {
                                            uint32_t element,
                                            float* numbers,
                                            const float* from,
+                                           const float* lse,
                                            bool idle,
                                            Arrivals& arrivals,
                                            bool leads,
@@ -162,20 +161,29 @@ struct Backward {
     }
     if (idle) {
       arrivals.Wait();
-      ClearIdle<kColumns>(tile, first_row);
+      ClearIdle<kColumns>(tile, lse);
       if (leads) full.Arrive();
     }
   }
 
   __device__ __forceinline__ const RowBlockHull* Hulls() const {
-    return p.hulls + int64_t{ElementOf(batch, p.hull_batch)} * p.row_blocks;
+    return p.hulls + int64_t{control.task.hull_element} * p.row_blocks;
+  }
+
+  __device__ __forceinline__ RowBounds Bounds() const {
+    const bool arrays = p.lower != nullptr;
+    return {arrays ? p.lower + int64_t{control.task.lower_element} * p.rows : nullptr,
+            arrays ? p.upper + int64_t{control.task.upper_element} * p.rows : nullptr,
+            p.rows,
+            p.keys,
+            p.band_low,
+            p.band_high};
   }
 
   // Finds the blocks of rows that see some of the keys.
   __device__ __forceinline__ void Scan() const {
     const bool leads = ptx::elect_sync();
     const uint32_t lane = threadIdx.x % 32, row_blocks = p.row_blocks;
-    const RowBounds bounds = BoundsOf(p, batch);
     uint32_t count = 0;
     const auto write = [&](const Note& note) {
       const uint32_t stage = count % kStages;
@@ -184,7 +192,7 @@ struct Backward {
       if (kHasBounds && note.kind == Note::kMasked) {
 #pragma unroll 1
         for (uint32_t i = lane; i < kRows; i += 32) {
-          const KeySpan span = bounds.Of(note.row_block * kRows + i);
+          const KeySpan span = Bounds().Of(note.row_block * kRows + i);
           memory.Spans(stage)[i] =
               make_uint2(span.begin, span.Empty() ? 0 : span.end - span.begin);
         }
@@ -196,9 +204,8 @@ struct Backward {
       }
       ++count;
     };
-    const uint32_t group = static_cast<uint32_t>(p.heads) / static_cast<uint32_t>(p.kv_heads);
 #pragma unroll 1
-    for (uint32_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+    for (uint32_t of_group = 0; of_group < control.task.group; ++of_group) {
 #pragma unroll 1
       for (uint32_t base = 0; base < row_blocks; base += 32) {
         uint32_t visited = ~0u, idle = 0;
@@ -217,13 +224,13 @@ struct Backward {
           if (kHasBounds) {
 #pragma unroll
             for (int32_t j = 0; j < kRows; j += 32) {
-              const KeySpan span = bounds.Of(row_block * kRows + lane + j);
+              const KeySpan span = Bounds().Of(row_block * kRows + lane + j);
               if (!span.Empty()) all = all.CommonWith(span);
             }
             all = CommonToLanes(all);
           }
-          write({all.Holds(KeySpan{first_key, first_key + kKeys}) ? Note::kAllSee : Note::kMasked,
-                 head,
+          write({all.Holds(KeySpan{control.task.first_key, control.task.first_key + kKeys}) ? Note::kAllSee : Note::kMasked,
+                 control.task.kv_head * control.task.group + of_group,
                  row_block,
                  idle >> i & 1});
         }
@@ -234,7 +241,7 @@ struct Backward {
 
   // The keys of the block, of which the last may have fewer.
   __device__ __forceinline__ KeySpan BlockSpan() const {
-    return {first_key, min(first_key + kKeys, static_cast<uint32_t>(p.keys))};
+    return {control.task.first_key, min(control.task.first_key + kKeys, static_cast<uint32_t>(p.keys))};
   }
   // From the first to the last of them that is in the hull of what the batch element's rows see.
   // Others may be NaN.
@@ -270,19 +277,20 @@ struct Backward {
         if (leads) barriers.query_full.Arrive();
         break;
       }
-      const uint32_t head = note.head, row_block = note.row_block;
-      const bool idle = kHasBounds && note.idle != 0;
+      const auto is_idle = [&] { return kHasBounds && note.idle != 0; };
       const auto numbers_of = [&](const float* numbers) {
-        return numbers + ((int64_t{batch} * p.heads + head) * p.row_blocks + row_block) * kRows;
+        const int64_t head = int64_t{control.task.batch} * p.heads + note.head;
+        return numbers + (head * p.row_blocks + note.row_block) * kRows;
       };
       LoadRows<kWidth>(memory.Query(stage),
                        p.query,
-                       head,
-                       row_block * kRows,
-                       ElementOf(batch, p.query_batch),
+                       note.head,
+                       note.row_block * kRows,
+                       control.task.query_element,
                        memory.Lse(stage),
                        numbers_of(p.lse_log2),
-                       idle,
+                       memory.Lse(stage),
+                       is_idle(),
                        arrivals,
                        leads,
                        barriers.query_full);
@@ -290,12 +298,13 @@ struct Backward {
       __syncwarp();
       LoadRows<kValueWidth>(memory.Dout(stage),
                             p.dout,
-                            head,
-                            row_block * kRows,
-                            batch,
+                            note.head,
+                            note.row_block * kRows,
+                            control.task.batch,
                             memory.Delta(stage),
                             numbers_of(p.delta),
-                            idle,
+                            memory.Lse(stage),
+                            is_idle(),
                             arrivals,
                             leads,
                             barriers.dout_full);
@@ -305,7 +314,7 @@ struct Backward {
   // ---- dQ
 
   __device__ __forceinline__ int64_t SumOffset(const Note& note) const {
-    return ((int64_t{batch} * p.heads + note.head) * p.row_blocks + note.row_block) *
+    return ((int64_t{control.task.batch} * p.heads + note.head) * p.row_blocks + note.row_block) *
            (kRows * kWidth);
   }
   // Of the pieces that a consumer has of dQ: where it begins in the order of the sums. See
@@ -321,10 +330,10 @@ struct Backward {
   // How many parts have been added to a block's dQ. Blocks of keys add theirs in turn, from the
   // first that some of the rows see.
   __device__ __forceinline__ uint32_t* TurnsOf(const Note& note) const {
-    return p.turns + (int64_t{batch} * p.heads + note.head) * p.row_blocks + note.row_block;
+    return p.turns + (int64_t{control.task.batch} * p.heads + note.head) * p.row_blocks + note.row_block;
   }
   __device__ __forceinline__ void WaitForTurn(const Note& note) const {
-    uint32_t before = first_key / kKeys;
+    uint32_t before = control.task.first_key / kKeys;
     if (kHasBounds) {
       before -= Hulls()[note.row_block].begin / kKeys;
     }
@@ -379,16 +388,15 @@ struct Backward {
 
   __device__ __forceinline__ void Consume(uint32_t consumer) const {
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    const Products products(consumer,
-                            memory.Key(),
-                            memory.Value(),
-                            memory.Query(0),
-                            memory.Dout(0),
-                            memory.Weights(0));
-    const float of_logits = ScaleOf(p, batch);
-    const BackwardScale scale(of_logits, kKind == BackwardKind::kSoftcap ? p.softcap : 0);
+    const Products all_products(consumer,
+                                memory.Key(),
+                                memory.Value(),
+                                memory.Query(0),
+                                memory.Dout(0),
+                                memory.Weights(0));
+    const BackwardScale scale(ScaleOf(p, control.task.batch), kKind == BackwardKind::kSoftcap ? p.softcap : 0);
     // A thread has two keys, 8 apart, and of each 8 rows two neighbours.
-    const uint32_t key = first_key + consumer * Variant::kGroupKeys + warp * 16 + lane / 4;
+    const uint32_t key = control.task.first_key + consumer * Variant::kGroupKeys + warp * 16 + lane / 4;
     const uint32_t row = lane % 4 * 2;
     // Where the warp stores a matrix of 16 keys by 16 rows of dS, the rows from 0 on.
     const uint32_t weights_place = SharedAddress(memory.Weights(0)) +
@@ -399,9 +407,9 @@ struct Backward {
     typename Products::KeySum dkey;
     typename Products::ValueSum dvalue;
 #pragma unroll
-    for (float& x : dkey) x = 0;
+    for (int32_t i = 0; i < kWidth / 2; ++i) dkey[i] = 0;
 #pragma unroll
-    for (float& x : dvalue) x = 0;
+    for (int32_t i = 0; i < kValueWidth / 2; ++i) dvalue[i] = 0;
 
     typename Products::Logits s;
     uint32_t kind;
@@ -415,9 +423,10 @@ struct Backward {
     control.value_full.Wait(0);
     if (arrives(0)) {
       ptx::wgmma_fence();
-      products.KeyQuery(s, 0, 0);
+      all_products.KeyQuery(s, 0, 0);
 #pragma unroll 1
       for (uint32_t count = 0;; ++count) {
+        const Products products = Variant::kParts > 1 ? all_products.Anew(kind >> 31) : all_products;
         const uint32_t stage = count % kStages, parity = count / kStages % 2;
         const uint32_t weight_stage = count % kShape.weight_stages;
         typename Memory::Control::Stage& barriers = control.stage[stage];
@@ -432,9 +441,11 @@ struct Backward {
           } else {
             barriers.dout_full.Wait(parity);
           }
-          ptx::wgmma_fence();
-          products.ValueDout(dp, stage, part);
-          ptx::wgmma_wait_group<1>();
+          if (Variant::kDoutIsEarly) {
+            ptx::wgmma_fence();
+            products.ValueDout(dp, stage, part);
+          }
+          ptx::wgmma_wait_group<Variant::kDoutIsEarly ? 1 : 0>();
           ptx::Pin(s);
           const uint32_t first_row = part * Variant::kPartRows + row;
           const float* const lse = memory.Lse(stage) + first_row;
@@ -447,6 +458,10 @@ struct Backward {
           // that they are computed beside, but for the branches of a wait.
           if (part == 0) {
             control.weights_empty[weight_stage].Wait(count / kShape.weight_stages % 2 ^ 1);
+          }
+          if (!Variant::kDoutIsEarly) {
+            ptx::wgmma_fence();
+            products.ValueDout(dp, stage, part);
           }
 #pragma unroll
           for (int32_t i = 0; i < Variant::kPieces; ++i) {
@@ -477,16 +492,17 @@ struct Backward {
         SyncConsumers();
 
         // dQ, then the next S already.
+        const Products new_products = products.WithNewKeys(kind >> 31);
         float sum[32], rest[Variant::kRestColumns > 0 ? Variant::kRestColumns / 2 : 1];
         ptx::wgmma_wait_group<1>();
         ptx::Pin(dvalue);
         if (more) {
-          AddQuery(products, sum, weight_stage, consumer);
+          AddQuery(new_products, sum, weight_stage, consumer);
           Release(barriers.dout_empty);
           ptx::wgmma_wait_group<1>();
           ptx::Pin(dkey);
           if constexpr (Variant::kRestColumns > 0) {
-            AddRest(products, rest, weight_stage, consumer);
+            AddRest(new_products, rest, weight_stage, consumer);
             Release(barriers.query_empty);
             ptx::wgmma_wait_group<1>();
             ptx::Pin(sum);
@@ -507,10 +523,11 @@ struct Backward {
             StoreSum(sum, note, consumer);
           }
         } else {
-          AddQuery(products, sum, weight_stage, consumer);
-          if constexpr (Variant::kRestColumns > 0) AddRest(products, rest, weight_stage, consumer);
           ptx::wgmma_wait_group<0>();
           ptx::Pin(dkey);
+          AddQuery(new_products, sum, weight_stage, consumer);
+          if constexpr (Variant::kRestColumns > 0) AddRest(new_products, rest, weight_stage, consumer);
+          ptx::wgmma_wait_group<0>();
           ptx::Pin(sum);
           ptx::Pin(rest);
           StoreSum(sum, note, consumer);
@@ -523,9 +540,10 @@ struct Backward {
       ptx::bar_sync(SumPlace::Empty(consumer), SumPlace::kThreads);
       ptx::bar_arrive(SumPlace::Full(consumer), SumPlace::kThreads);
     }
+    const float of_products = ScaleOf(p, control.task.batch);
 #pragma unroll
-    for (float& x : dkey) x *= of_logits;
-    Store(dkey, dvalue, consumer);
+    for (int32_t i = 0; i < kWidth / 2; ++i) dkey[i] *= of_products;
+    Store(dkey, dvalue);
   }
 
   static __device__ __forceinline__ void PackPiece(uint32_t (&packed)[Variant::kPieceRows / 4],
@@ -680,10 +698,9 @@ struct Backward {
   template <int32_t kCount>
   static __device__ __forceinline__ void Stage(unsigned char* tile,
                                                const float (&x)[kCount],
-                                               uint32_t consumer) {
-    const uint32_t lane = threadIdx.x % 32;
-    const uint32_t row =
-        consumer * Variant::kGroupKeys + threadIdx.x / 32 % 4 * 16 + lane / 8 % 2 * 8 + lane % 8;
+                                               uint32_t thread) {
+    const uint32_t lane = thread % 32;
+    const uint32_t row = thread / 32 * 16 + lane / 8 % 2 * 8 + lane % 8;
 #pragma unroll
     for (int32_t i = 0; i < kCount / 8; ++i) {
       uint32_t packed[4];
@@ -701,20 +718,21 @@ struct Backward {
 #pragma unroll
     for (int32_t panel = 0; panel < Panels(kColumns); ++panel) {
       ptx::cp_async_bulk_tensor_4d_store(
-          &map, 64 * panel, kv_head, first_key, batch, tile + panel * PanelBytes(kKeys));
+          &map, 64 * panel, control.task.kv_head, control.task.first_key, control.task.batch, tile + panel * PanelBytes(kKeys));
     }
   }
 
   __device__ __forceinline__ void Store(const typename Products::KeySum& dkey,
-                                        const typename Products::ValueSum& dvalue,
-                                        uint32_t consumer) const {
+                                        const typename Products::ValueSum& dvalue) const {
+    // Asked for again, so that no register keeps it until here.
+    const uint32_t thread = ptx::tid_x();
     // They take the places of K and V, which nobody reads any more.
     SyncConsumers();
-    Stage(memory.Key(), dkey, consumer);
-    Stage(memory.Value(), dvalue, consumer);
+    Stage(memory.Key(), dkey, thread);
+    Stage(memory.Value(), dvalue, thread);
     ptx::fence_proxy_async();
     SyncConsumers();
-    if (consumer == 0 && threadIdx.x % kGroupThreads == 0) {
+    if (thread == 0) {
       StoreTile<kWidth>(p.dkey, memory.Key());
       StoreTile<kValueWidth>(p.dvalue, memory.Value());
       ptx::cp_async_bulk_commit_group();
@@ -731,12 +749,21 @@ struct Backward {
                                    static_cast<uint32_t>(p.head_tasks),
                                    static_cast<uint32_t>(p.section),
                                    false};
-    const TileSchedule::Task task = schedule.At(blockIdx.x);
-    const uint32_t kv_heads = p.kv_heads;
-    const Backward self = {
-        p, {shared}, control, task.head / kv_heads, task.head % kv_heads, task.row * kKeys};
+    const Backward self = {p, {shared}, control};
+    if (threadIdx.x == 0) {
+      const TileSchedule::Task task = schedule.At(blockIdx.x);
+      const uint32_t kv_heads = p.kv_heads, batch = task.head / kv_heads, heads = p.heads;
+      control.Init();
+      control.task = {batch,
+                      task.head % kv_heads,
+                      heads / kv_heads,
+                      task.row * kKeys,
+                      ElementOf(batch, p.query_batch),
+                      kHasBounds ? ElementOf(batch, p.lower_batch) : 0,
+                      kHasBounds ? ElementOf(batch, p.upper_batch) : 0,
+                      kHasBounds ? ElementOf(batch, p.hull_batch) : 0};
+    }
     const uint32_t group = Uniform(threadIdx.x / kGroupThreads);
-    if (threadIdx.x == 0) control.Init();
     __syncthreads();
     if (group == Variant::kConsumers) {
       ptx::setmaxnreg_dec<Variant::kProducerRegisters>();

@@ -12,6 +12,15 @@
 
 namespace jax_fa4::sm90 {
 
+// What a CTA does. It is in shared memory since no role has registers to keep it in.
+struct BackwardTask {
+  uint32_t batch, kv_head;
+  uint32_t group;  // query heads that share the key/value head
+  uint32_t first_key;
+  // Along the leading axes of these operands.
+  uint32_t query_element, lower_element, upper_element, hull_element;
+};
+
 // What the scan warp tells the others of a block of rows.
 struct BackwardNote {
   enum Kind : uint32_t { kAllSee, kMasked, kEnd };  // kEnd: there is no further block
@@ -36,6 +45,7 @@ struct BackwardControl {
   Barrier key_full, value_full;
   Barrier arrived;  // to the load warp itself, which clears some of what arrives
   Barrier weights_empty[Variant::kShape.weight_stages];
+  BackwardTask task;
   BackwardNote notes[kNotes];
 
   __device__ __forceinline__ void Init() {

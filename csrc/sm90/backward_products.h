@@ -39,6 +39,22 @@ class BackwardProducts {
         dout_(Descriptor(dout, kRows)),
         weights_(Descriptor(weights, kRows)) {}
 
+  // The same products, if `zero` is 0. Where that is new in each turn of a loop, the compiler cannot
+  // keep the descriptors of all steps across turns, for which there are no registers. The latter is
+  // for WeightKey alone.
+  __device__ __forceinline__ BackwardProducts Anew(uint32_t zero) const {
+    BackwardProducts products = *this;
+    products.key_ += zero;
+    products.value_ += zero;
+    products.weights_ += zero;
+    return products;
+  }
+  __device__ __forceinline__ BackwardProducts WithNewKeys(uint32_t zero) const {
+    BackwardProducts products = *this;
+    products.all_keys_ += zero;
+    return products;
+  }
+
   // S^T = K Q^T, of the warpgroup's keys and a part of the rows.
   __device__ __forceinline__ void KeyQuery(Logits& s, uint32_t stage, int32_t part) const {
     Rows<kWidth>(s, key_, query_ + stage * (TileBytes(kRows, kWidth) / 16), part);

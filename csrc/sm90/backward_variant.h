@@ -39,6 +39,10 @@ struct BackwardVariant {
   static constexpr bool kIsUneven = !kSharesRows && kSharedColumns < 0;
   static constexpr int32_t kFewerColumns = kIsUneven ? kWidth - 64 : 64;  // of the second
 
+  // Whether the product dP runs beside the computation of weights. Under a cap this has no registers
+  // to spare.
+  static constexpr bool kDoutIsEarly = kKind != BackwardKind::kSoftcap;
+
   static constexpr uint32_t kProducerRegisters = 24, kConsumerRegisters = 240;
 };
 
