@@ -9,8 +9,8 @@
 //   compute     P . . dS  . P  . . . dS   . P . . . dS     dV dK      P^T = 2^(S^T - lse)
 //   reduce                       dQ            dQ            dQ       dS^T = P^T (dP^T - delta)
 //
-// with dV += P^T dO, dK += dS^T Q and dQ = dS K, which is added to the sums of all blocks of keys in
-// global memory. S, P, dP, dS, dQ, dV and dK are in tensor memory; dS is in shared memory too.
+// with dV += P^T dO, dK += dS^T Q and dQ = dS K, which is added to the sums of all blocks of keys
+// in global memory. S, P, dP, dS, dQ, dV and dK are in tensor memory; dS is in shared memory too.
 // Whoever hands on a part of it, or of shared memory, arrives at one of the barriers of
 // backward_barriers.h.
 //
@@ -122,7 +122,7 @@ struct Backward {
       query.Advance();
       dout.Advance();
     }
-    // Shared memory has to outlive the products that read it.
+    // Shared memory has to outlive the products that read it, and barriers the arrivals at them.
     for (int32_t i = 0; i < kBackwardQueryStages; ++i, query.Advance()) {
       control.q_empty[query.stage].Wait(query.parity ^ 1);
     }
@@ -148,7 +148,8 @@ struct Backward {
                                         full.Get());
     }
     auto& numbers = control.row_numbers[stage];
-    ptx::cp_async_bulk_load(numbers.lse_log2, p.lse_log2 + int64_t{block} * kRows, kBytes, full.Get());
+    ptx::cp_async_bulk_load(
+        numbers.lse_log2, p.lse_log2 + int64_t{block} * kRows, kBytes, full.Get());
     ptx::cp_async_bulk_load(numbers.delta, p.delta + int64_t{block} * kRows, kBytes, full.Get());
   }
 
@@ -379,10 +380,8 @@ struct Backward {
 #pragma unroll
       for (int32_t piece = 0; piece < 4; ++piece) {
         const uint32_t place = PlaceOfPiece(key, column % 64 / 8 + 4 * i + piece);
-        *reinterpret_cast<uint4*>(tile + place * 16) = make_uint4(packed[4 * piece],
-                                                                  packed[4 * piece + 1],
-                                                                  packed[4 * piece + 2],
-                                                                  packed[4 * piece + 3]);
+        *reinterpret_cast<uint4*>(tile + place * 16) = make_uint4(
+            packed[4 * piece], packed[4 * piece + 1], packed[4 * piece + 2], packed[4 * piece + 3]);
       }
     }
   }
@@ -447,9 +446,9 @@ struct Backward {
     const uint32_t tensor_dq = OwnLanes() + kColumns.dq;
     const Task task(p);
     Blocks blocks(p, task);
-    unsigned char* const stages = &UniformReference(*memory.Dquery(0));
-    // One thread issues copies. It is chosen wherever it is needed, so that the compiler sees that it
-    // is one.
+    unsigned char* const stages = &UniformReference(*memory.Dquery());
+    // One thread issues copies. It is chosen wherever it is needed, so that the compiler sees that
+    // it is one.
     const bool leads = Warp() == kReduceGroup * 4;
     uint32_t phase = 0;
 #pragma unroll 1
@@ -465,7 +464,7 @@ struct Backward {
 
       const uint32_t block = BlockIndex(task, blocks);
       if (p.deterministic && leads && ptx::elect_sync()) AwaitTurn(task, blocks, block);
-      Add(reinterpret_cast<const float(&)[kCount]>(x),
+      Add(reinterpret_cast<const float (&)[kCount]>(x),
           p.dquery_sum + uint64_t{block} * (kRows * kShape.width),
           stages,
           leads);
@@ -575,10 +574,10 @@ __device__ __forceinline__ void RunBackward(const BackwardParameters& p) {
 
 using namespace jax_fa4;
 
-#define BACKWARD(Element, shape, width_name, kind, Kind)                                       \
-  extern "C" __global__ void __launch_bounds__(sm100::BackwardThreads({}), 1)                  \
+#define BACKWARD(Element, shape, width_name, kind, Kind)                                         \
+  extern "C" __global__ void __launch_bounds__(sm100::BackwardThreads({}), 1)                    \
       backward_##Element##_##width_name##_##kind(const __grid_constant__ BackwardParameters p) { \
-    sm100::RunBackward<sm100::BackwardVariant<ptx::Element, shape, sm100::Kind>>(p);           \
+    sm100::RunBackward<sm100::BackwardVariant<ptx::Element, shape, sm100::Kind>>(p);             \
   }
 #define BACKWARD_KINDS(Element, shape, width_name)            \
   BACKWARD(Element, shape, width_name, full, Kind::kFull)     \

@@ -13,8 +13,8 @@ namespace jax_fa4::sm100 {
 
 inline constexpr uint32_t kComputeWarps = 8, kReduceWarps = 4;
 
-// The first kBackwardControlBytes. Of one block of rows follow s_ready, p_ready, dp_ready, ds_ready,
-// dq_ready and dq_empty, in this order.
+// The first kBackwardControlBytes. Of one block of rows follow s_ready, p_ready, dp_ready,
+// ds_ready, dq_ready and dq_empty, in this order.
 template <class Variant>
 struct BackwardControl {
   // What rows need besides Q and dO: their lse in base 2, and their delta.
@@ -70,7 +70,6 @@ template <class Variant>
 struct BackwardMemory {
   static constexpr BackwardShape kShape = Variant::kShape;
   static constexpr int32_t kDoutStages = BackwardDoutStages(kShape);
-  static constexpr uint32_t kPieceBytes = BackwardPieceBytes(kShape);
   static_assert(sizeof(BackwardControl<Variant>) <= kBackwardControlBytes);
 
   unsigned char* start;
@@ -86,9 +85,8 @@ struct BackwardMemory {
     return Query(kBackwardQueryStages) + stage * BackwardDoutBytes(kShape);
   }
   __device__ __forceinline__ unsigned char* Dlogits() const { return Dout(kDoutStages); }
-  __device__ __forceinline__ unsigned char* Dquery(int32_t piece) const {
-    return Dlogits() + BackwardDlogitsBytes(kShape) +
-           piece % BackwardPieceStages(kShape) * kPieceBytes;
+  __device__ __forceinline__ unsigned char* Dquery() const {
+    return Dlogits() + BackwardDlogitsBytes(kShape);
   }
 };
 

@@ -71,7 +71,8 @@ static_assert(BackwardSharedBytes(kBackwardShapes[0]) == (3 + 128 + 32) << 10 &&
 
 // Tensor memory: 512 columns of 32 bits for each of 128 lanes. A lane is a key's, but for dQ, whose
 // lanes are of rows. P and dS, of 16 bits an element, lie over the S and dP that they are made of;
-// and so does dQ over dP where there is no room beside it: there the next dP waits until it is read.
+// and so does dQ over dP where there is no room beside it: there the next dP waits until it is
+// read.
 struct BackwardColumns {
   uint32_t s, dv, dp, dq, dk;
 };
