@@ -59,11 +59,26 @@ struct BackwardControl {
 };
 
 // Named barriers. Barrier 0 is __syncthreads.
-struct ReduceBarrier {  // of the reduce warps, about a stage of dQ
-  static __device__ __forceinline__ void Wait() { ptx::bar_sync(1, kReduceWarps * 32); }
+
+// Between the reduce warps and the add warp, of every other piece of dQ: it is staged; there is
+// room for it.
+class PieceBarrier {
+ public:
+  static __device__ __forceinline__ PieceBarrier Full(uint32_t piece) { return {1 + piece % 2}; }
+  static __device__ __forceinline__ PieceBarrier Empty(uint32_t piece) { return {3 + piece % 2}; }
+  __device__ __forceinline__ void Arrive() const { ptx::bar_arrive(number_, kThreads); }
+  __device__ __forceinline__ void Wait() const { ptx::bar_sync(number_, kThreads); }
+
+ private:
+  static constexpr uint32_t kThreads = (kReduceWarps + 1) * 32;
+  uint32_t number_;
+
+  __device__ __forceinline__ PieceBarrier(uint32_t number) : number_(number) {}
 };
-struct StoreBarrier {  // of the compute warps: a tile of dK or dV is staged
-  static __device__ __forceinline__ void Wait() { ptx::bar_sync(2, kComputeWarps * 32); }
+
+// Of the compute warps: a tile of dK or dV is staged.
+struct StoreBarrier {
+  static __device__ __forceinline__ void Wait() { ptx::bar_sync(5, kComputeWarps * 32); }
 };
 
 template <class Variant>

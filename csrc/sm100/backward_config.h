@@ -46,8 +46,8 @@ JAX_FA4_HOST_DEVICE constexpr int32_t BackwardDoutStages(BackwardShape shape) {
   return BackwardDoutBytes(shape) <= 16 << 10 ? 2 : 1;
 }
 
-// dQ of a block of rows leaves in pieces of so many columns of all rows, which take turns with two
-// stages; or, of 64 rows, from a stage for all of it.
+// dQ of a block of rows leaves in an even number of pieces, of so many columns of all rows, which
+// take turns with two stages. Of 64 rows there is a stage for all of it.
 JAX_FA4_HOST_DEVICE constexpr int32_t BackwardPieceColumns(BackwardShape shape) {
   return shape.row_block == 64 ? 64 : shape.width == 96 ? 24 : 32;
 }
