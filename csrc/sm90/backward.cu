@@ -398,11 +398,7 @@ struct Backward {
     // A thread has two keys, 8 apart, and of each 8 rows two neighbours.
     const uint32_t key = control.task.first_key + consumer * Variant::kGroupKeys + warp * 16 + lane / 4;
     const uint32_t row = lane % 4 * 2;
-    // Where the warp stores a matrix of 16 keys by 16 rows of dS, the rows from 0 on.
-    const uint32_t weights_place = SharedAddress(memory.Weights(0)) +
-                                   consumer * PanelBytes(kRows) +
-                                   (lane / 16 * 8 + lane % 8) * 128 +
-                                   PlaceOfPiece(lane, warp * 2 + lane / 8 % 2) * 16;
+    const uint32_t weights_place = WeightsPlace() + consumer * PanelBytes(kRows);
 
     typename Products::KeySum dkey;
     typename Products::ValueSum dvalue;
@@ -536,7 +532,7 @@ struct Backward {
         }
       }
     }
-    if (kBackwardAddsInBulk) {
+    if (Variant::kAddsInBulk) {
       ptx::bar_sync(SumPlace::Empty(consumer), SumPlace::kThreads);
       ptx::bar_arrive(SumPlace::Full(consumer), SumPlace::kThreads);
     }
@@ -544,6 +540,144 @@ struct Backward {
 #pragma unroll
     for (int32_t i = 0; i < kWidth / 2; ++i) dkey[i] *= of_products;
     Store(dkey, dvalue);
+  }
+
+  // Where the consumers do not share keys: the first makes weights and dV,
+  __device__ __forceinline__ void ConsumeForValue() const {
+    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    const Products products(
+        0, memory.Key(), memory.Value(), memory.Query(0), memory.Dout(0), memory.Weights(0));
+    const BackwardScale scale(ScaleOf(p, control.task.batch),
+                              kKind == BackwardKind::kSoftcap ? p.softcap : 0);
+    const uint32_t key = control.task.first_key + warp * 16 + lane / 4, row = lane % 4 * 2;
+    typename Products::ValueSum dvalue;
+#pragma unroll
+    for (int32_t i = 0; i < kValueWidth / 2; ++i) dvalue[i] = 0;
+    control.key_full.Wait(0);
+#pragma unroll 1
+    for (uint32_t count = 0;; ++count) {
+      const uint32_t stage = count % kStages, parity = count / kStages % 2;
+      typename Memory::Control::Stage& barriers = control.stage[stage];
+      barriers.query_full.Wait(parity);
+      const Note& note = NoteOf(count);
+      const uint32_t kind = SameInAllLanes(note.kind);
+      if (kind == Note::kEnd) break;
+      const Products new_products = products.WithNewKeys(kind >> 31);
+      typename Products::Logits s;
+      typename Products::Weights p_t;
+      ptx::wgmma_fence();
+      products.KeyQuery(s, stage, 0);
+      ptx::wgmma_wait_group<0>();
+      ptx::Pin(s);
+      const float* const lse = memory.Lse(stage) + row;
+      if (kind == Note::kMasked) {
+        Weigh<true>(s, p_t, 0, scale, lse, memory.Spans(stage) + row, key);
+      } else {
+        Weigh<false>(s, p_t, 0, scale, lse, nullptr, 0);
+      }
+      // The other has read those of the block before: it has stored dS since then.
+      float4* const exchange = memory.Exchange() + threadIdx.x % kGroupThreads;
+#pragma unroll
+      for (int32_t i = 0; i < kRows / 8; ++i) {
+        exchange[i * kGroupThreads] =
+            make_float4(s[4 * i], s[4 * i + 1], s[4 * i + 2], s[4 * i + 3]);
+      }
+      WeightsHandedOn::Arrive();
+      if (kKind != BackwardKind::kSoftcap) PackPiece(p_t[0], s);
+      barriers.dout_full.Wait(parity);
+      ptx::wgmma_fence();
+      products.WeightDout(dvalue, p_t, stage, 0);
+      SyncConsumers();
+
+      float sum[kWidth / 4];
+      ptx::wgmma_fence();
+      new_products.WeightKey(sum, 0, 0);
+      ptx::wgmma_commit_group();
+      ptx::wgmma_wait_group<1>();
+      ptx::Pin(dvalue);
+      Release(barriers.dout_empty);
+      ptx::wgmma_wait_group<0>();
+      ptx::Pin(sum);
+      StorePiece<kWidth / 2, true, true>(sum, 0, 0, note, 0);
+      Release(barriers.query_empty);
+    }
+    control.value_full.Wait(0);
+    SyncConsumers();
+    StageAndStore<kValueWidth>(p.dvalue, memory.Value(), dvalue, 0);
+  }
+
+  // and the second dS and dK. Each makes half of dQ.
+  __device__ __forceinline__ void ConsumeForKey() const {
+    const Products products(
+        1, memory.Key(), memory.Value(), memory.Query(0), memory.Dout(0), memory.Weights(0));
+    const uint32_t row = threadIdx.x % 4 * 2;
+    typename Products::KeySum dkey;
+#pragma unroll
+    for (int32_t i = 0; i < kWidth / 2; ++i) dkey[i] = 0;
+    control.key_full.Wait(0);
+    control.value_full.Wait(0);
+#pragma unroll 1
+    for (uint32_t count = 0;; ++count) {
+      const uint32_t stage = count % kStages, parity = count / kStages % 2;
+      typename Memory::Control::Stage& barriers = control.stage[stage];
+      barriers.query_full.Wait(parity);
+      const Note& note = NoteOf(count);
+      const uint32_t kind = SameInAllLanes(note.kind);
+      if (kind == Note::kEnd) break;
+      const Products new_products = products.WithNewKeys(kind >> 31);
+      typename Products::Logits dp, s;
+      typename Products::Weights ds_t;
+      barriers.dout_full.Wait(parity);
+      ptx::wgmma_fence();
+      products.ValueDout(dp, stage, 0);
+      ptx::wgmma_wait_group<0>();
+      ptx::Pin(dp);
+      WeightsHandedOn::Wait();
+      const float4* const exchange = memory.Exchange() + threadIdx.x % kGroupThreads;
+#pragma unroll
+      for (int32_t i = 0; i < kRows / 8; ++i) {
+        const float4 weights = exchange[i * kGroupThreads];
+        s[4 * i] = weights.x;
+        s[4 * i + 1] = weights.y;
+        s[4 * i + 2] = weights.z;
+        s[4 * i + 3] = weights.w;
+      }
+      Differentiate(s, dp, memory.Delta(stage) + row);
+      PackPiece(ds_t[0], s);
+      // The other has read dS of the block before: it has handed on weights since then.
+#pragma unroll
+      for (int32_t i = 0; i < kRows / 16; ++i) {
+        ptx::stmatrix_x4<true>(WeightsPlace() + i * 16 * 128, ds_t[0] + 4 * i);
+      }
+      ptx::fence_proxy_async();
+      Release(barriers.dout_empty);
+      ptx::wgmma_fence();
+      products.WeightQuery(dkey, ds_t, stage);
+      SyncConsumers();
+
+      float sum[kWidth / 4];
+      ptx::wgmma_fence();
+      new_products.WeightKey(sum, 0, kWidth / 2);
+      ptx::wgmma_commit_group();
+      ptx::wgmma_wait_group<1>();
+      ptx::Pin(dkey);
+      ptx::wgmma_wait_group<0>();
+      ptx::Pin(sum);
+      StorePiece<kWidth / 2, true, true>(sum, PlaceOfColumn(kWidth / 2), 0, note, 1);
+      Release(barriers.query_empty);
+    }
+    const float of_products = ScaleOf(p, control.task.batch);
+#pragma unroll
+    for (int32_t i = 0; i < kWidth / 2; ++i) dkey[i] *= of_products;
+    SyncConsumers();
+    StageAndStore<kWidth>(p.dkey, memory.Key(), dkey, 1);
+  }
+
+  // Where the warp stores a matrix of 16 keys by 16 rows of dS, the rows from 0 on.
+  __device__ __forceinline__ uint32_t WeightsPlace() const {
+    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    return SharedAddress(memory.Weights(0)) + (lane / 16 * 8 + lane % 8) * 128 +
+           PlaceOfPiece(lane, warp * 2 + lane / 8 % 2) * 16;
   }
 
   static __device__ __forceinline__ void PackPiece(uint32_t (&packed)[Variant::kPieceRows / 4],
@@ -663,7 +797,7 @@ struct Backward {
                                              const Note& note,
                                              uint32_t consumer) const {
     const uint32_t thread = threadIdx.x % kGroupThreads;
-    if (kBackwardAddsInBulk) {
+    if (Variant::kAddsInBulk) {
       auto* const to = reinterpret_cast<float4*>(memory.Sum(consumer)) + place_in_memory / 4;
       if (kIsFirst) ptx::bar_sync(SumPlace::Empty(consumer), SumPlace::kThreads);
 #pragma unroll
@@ -722,6 +856,23 @@ struct Backward {
     }
   }
 
+  // A consumer alone.
+  template <int32_t kColumns, int32_t kCount>
+  __device__ __forceinline__ void StageAndStore(const TensorMap& map,
+                                                unsigned char* tile,
+                                                const float (&x)[kCount],
+                                                uint32_t consumer) const {
+    const uint32_t thread = ptx::tid_x() % kGroupThreads;
+    Stage(tile, x, thread);
+    ptx::fence_proxy_async();
+    SyncConsumer(consumer);
+    if (thread == 0) {
+      StoreTile<kColumns>(map, tile);
+      ptx::cp_async_bulk_commit_group();
+      ptx::cp_async_bulk_wait_group_read<0>();
+    }
+  }
+
   __device__ __forceinline__ void Store(const typename Products::KeySum& dkey,
                                         const typename Products::ValueSum& dvalue) const {
     // Asked for again, so that no register keeps it until here.
@@ -772,13 +923,19 @@ struct Backward {
         self.Load();
       } else if (warp == 1) {
         self.Scan();
-      } else if (kBackwardAddsInBulk) {
+      } else if (Variant::kAddsInBulk) {
         self.Add(warp - 2);
       }
     } else {
       ptx::setmaxnreg_inc<Variant::kConsumerRegisters>();
       // Where their parts of dQ are of different widths, each has code of its own.
-      if (!Variant::kIsUneven) {
+      if constexpr (!Variant::kSharesKeys) {
+        if (group == 0) {
+          self.ConsumeForValue();
+        } else {
+          self.ConsumeForKey();
+        }
+      } else if (!Variant::kIsUneven) {
         self.Consume(group);
       } else if (group == 0) {
         self.Consume(0);
@@ -807,7 +964,8 @@ using namespace jax_fa4;
   BACKWARD_KINDS(Element, 0, 64)  \
   BACKWARD_KINDS(Element, 1, 96)  \
   BACKWARD_KINDS(Element, 2, 128) \
-  BACKWARD_KINDS(Element, 3, 192_128)
+  BACKWARD_KINDS(Element, 3, 192_128) \
+  BACKWARD_KINDS(Element, 4, 256)
 
 BACKWARD_WIDTHS(float16)
 BACKWARD_WIDTHS(bfloat16)

@@ -33,8 +33,8 @@ class BackwardProducts {
                                               const void* weights)
       : consumer_(consumer),
         all_keys_(Descriptor(key, kKeys)),
-        key_(all_keys_ + consumer * (PanelBytes(Variant::kGroupKeys) / 16)),
-        value_(Descriptor(value, kKeys) + consumer * (PanelBytes(Variant::kGroupKeys) / 16)),
+        key_(all_keys_ + FirstKey(consumer)),
+        value_(Descriptor(value, kKeys) + FirstKey(consumer)),
         query_(Descriptor(query, kRows)),
         dout_(Descriptor(dout, kRows)),
         weights_(Descriptor(weights, kRows)) {}
@@ -138,6 +138,9 @@ class BackwardProducts {
         sum, weights + ColumnOffset(kRows, i) / 16, key + PanelBytes(i) / 16);
   }
 
+  static __device__ __forceinline__ uint32_t FirstKey(uint32_t consumer) {
+    return Variant::kSharesKeys ? consumer * (PanelBytes(Variant::kGroupKeys) / 16) : 0;
+  }
   // Panels follow each other where rows of the tile are summed over.
   static __device__ __forceinline__ uint64_t Descriptor(const void* tile, int32_t rows) {
     return ptx::wgmma_matrix_descriptor(Uniform(SharedAddress(tile)), PanelBytes(rows));
