@@ -28,8 +28,8 @@ inline constexpr BackwardShape kBackwardShapes[] = {{64, 64, 128, 128, 2},
 inline constexpr int32_t kBackwardConsumers = 2;  // warpgroups that compute
 inline constexpr int32_t kBackwardStages = 2;     // of Q and dO
 
-// Whether each warpgroup has keys of its own. In the widest heads there are no registers for both dK
-// and dV: one warpgroup has the one, of all keys of the CTA, the other the other.
+// Whether each warpgroup has keys of its own. In the widest heads there are no registers for both
+// dK and dV: one warpgroup has the one, of all keys of the CTA, the other the other.
 JAX_FA4_HOST_DEVICE constexpr bool SharesKeys(const BackwardShape& shape) {
   return shape.key_block == kBackwardConsumers * 64;
 }

@@ -71,7 +71,7 @@ struct BackwardControl {
 __device__ __forceinline__ void SyncConsumers() {
   ptx::bar_sync(1, kBackwardConsumers * kGroupThreads);
 }
-// Where they do not share keys, the first hands on weights to the second.
+// Where they have the same keys, the first hands on weights to the second.
 struct WeightsHandedOn {
   static __device__ __forceinline__ void Wait() { ptx::bar_sync(4, 2 * kGroupThreads); }
   static __device__ __forceinline__ void Arrive() { ptx::bar_arrive(4, 2 * kGroupThreads); }

@@ -24,8 +24,7 @@ struct BackwardVariant {
   // Rows whose S and dP a thread holds at a time: all, unless there is no room for them beside dK
   // and dV, or beside the weights of all of them.
   static constexpr int32_t kPartRows =
-      (kSharesKeys && kWidth + kValueWidth > 256) ||
-              (kRows > 64 && kKind == BackwardKind::kSoftcap)
+      (kSharesKeys && kWidth + kValueWidth > 256) || (kRows > 64 && kKind == BackwardKind::kSoftcap)
           ? kRows / 2
           : kRows;
   static constexpr int32_t kParts = kRows / kPartRows;
@@ -43,8 +42,8 @@ struct BackwardVariant {
   static constexpr bool kIsUneven = !kSharesRows && kSharedColumns < 0;
   static constexpr int32_t kFewerColumns = kIsUneven ? kWidth - 64 : 64;  // of the second
 
-  // Whether the product dP runs beside the computation of weights. Under a cap this has no registers
-  // to spare.
+  // Whether the product dP runs beside the computation of weights. Under a cap this has no
+  // registers to spare.
   static constexpr bool kDoutIsEarly = kKind != BackwardKind::kSoftcap;
 
   static constexpr uint32_t kProducerRegisters = 24, kConsumerRegisters = 240;
