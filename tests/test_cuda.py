@@ -154,9 +154,8 @@ def test_automatic_choice_takes_what_an_h200_was_faster_with(
         ((192, 128), {"deterministic": True}, ("cuda", "cuda")),
         # Out is float32 then, which the backwards for tensor cores do not take.
         ((128, 128), {"sinks": jax.ShapeDtypeStruct((32,), np.float32)}, ("cuda", "tiled")),
-        # On Hopper there is a forward for these.
-        ((192, 192), {"is_causal": True}, ("cuda on Hopper", "tiled")),
-        ((256, 256), {"is_causal": True}, ("cuda on Hopper", "tiled")),
+        ((192, 192), {"is_causal": True}, ("cuda on Hopper", "cuda on Hopper")),
+        ((256, 256), {"is_causal": True}, ("cuda on Hopper", "cuda on Hopper")),
         ((124, 124), {"is_causal": True}, ("tiled", "tiled")),
         ((128, 128), {"mask": jax.ShapeDtypeStruct((8192, 8192), bool)}, ("tiled", "tiled")),
     ],
@@ -164,13 +163,12 @@ def test_automatic_choice_takes_what_an_h200_was_faster_with(
 def test_tensor_cores_are_taken_wherever_there_are_kernels_for_them(
     widths: tuple[int, int], arguments: dict[str, Any], expected: tuple[str, str], gpu: FakeGpu
 ) -> None:
-    forward, backward = expected
-    if forward == "cuda on Hopper":
-        forward = "cuda" if gpu.compute_capability == "9.0" else "tiled"
+    on_hopper = "cuda" if gpu.compute_capability == "9.0" else "tiled"
+    want = tuple(on_hopper if one == "cuda on Hopper" else one for one in expected)
     for dtype in (jnp.bfloat16, jnp.float16):
         query, key = (jax.ShapeDtypeStruct((1, 8192, heads, widths[0]), dtype) for heads in (32, 8))
         value = jax.ShapeDtypeStruct((1, 8192, 8, widths[1]), dtype)
-        assert passes(None, query, key, value, device=gpu, **arguments) == (forward, backward)
+        assert passes(None, query, key, value, device=gpu, **arguments) == want
 
 
 def test_lowered_without_a_gpu_for_any_that_has_a_kernel_for_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,13 @@ from backward_suite import BackwardSuite, GradientSuite
 class TestHopperBackward(BackwardSuite):
     forward = test_hopper_forward.TestHopperForward()
     module = "sm90_backward"
-    compiled_widths = ((64, 64), (96, 96), (128, 128), (192, 128))
+    compiled_widths = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
     quick_builds = (
         ((64, 64), "float16", "sm_90"),
         ((96, 96), "bfloat16", "sm_90"),
         ((128, 128), "float16", "sm_90"),
         ((192, 128), "bfloat16", "sm_90"),
+        ((256, 256), "float16", "sm_90"),
     )
 
 

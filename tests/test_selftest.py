@@ -367,9 +367,15 @@ def test_at_the_sizes_of_a_gpu(run: Callable[..., Any], runs: Runs, monkeypatch:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-@pytest.mark.parametrize("widths", [(64, 64), (96, 96), (128, 128), (192, 128)])
 @pytest.mark.parametrize("name", cuda.PASSES)
-@pytest.mark.parametrize("gpu", [Gpu("9.0", "NVIDIA H200"), B200], ids=lambda gpu: gpu.device_kind)
+@pytest.mark.parametrize(
+    ("gpu", "widths"),
+    [
+        pytest.param(gpu, widths, id=f"{gpu.device_kind}-{widths}")
+        for gpu in (Gpu("9.0", "NVIDIA H200"), B200)
+        for widths in ((64, 64), (96, 96), (128, 128), (192, 128), *([(256, 256)] if gpu is not B200 else []))
+    ],
+)
 def test_kernels_for_tensor_cores_pass(
     gpu: Gpu, name: cuda.Pass, widths: tuple[int, int], dtype: Any, runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:

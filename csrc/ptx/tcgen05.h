@@ -110,11 +110,11 @@ __device__ __forceinline__ uint64_t tcgen05_matrix_descriptor(uint32_t shared_ad
 
 // 9.7.16.4.2: the instruction descriptor of a product, summed in float32.
 struct tcgen05_instruction {
-  bool is_bfloat16;               // else float16; of A and B
-  int32_t columns;                // of B and D
-  bool b_is_column_major;         // B's rows in memory are of the dimension that is summed over
+  bool is_bfloat16;                // else float16; of A and B
+  int32_t columns;                 // of B and D
+  bool b_is_column_major;          // B's rows in memory are of the dimension that is summed over
   bool a_is_column_major = false;  // likewise A's
-  int32_t rows = 128;             // of A and D; or 64, which D has in 16 of each 32 lanes
+  int32_t rows = 128;              // of A and D; or 64, which D has in 16 of each 32 lanes
 
   __device__ __forceinline__ constexpr uint32_t descriptor() const {
     constexpr uint32_t kFloat32 = 1;

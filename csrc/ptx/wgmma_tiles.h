@@ -16,17 +16,17 @@ namespace jax_fa4::ptx {
   JAX_FA4_D32                                                              \
   ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29" \
   ", %30, %31"
-#define JAX_FA4_D128                               \
-  JAX_FA4_D64                                      \
-  ", %32, %33, %34, %35, %36, %37, %38, %39"       \
-  ", %40, %41, %42, %43, %44, %45, %46, %47"       \
-  ", %48, %49, %50, %51, %52, %53, %54, %55"       \
+#define JAX_FA4_D128                         \
+  JAX_FA4_D64                                \
+  ", %32, %33, %34, %35, %36, %37, %38, %39" \
+  ", %40, %41, %42, %43, %44, %45, %46, %47" \
+  ", %48, %49, %50, %51, %52, %53, %54, %55" \
   ", %56, %57, %58, %59, %60, %61, %62, %63"
-#define JAX_FA4_D192                               \
-  JAX_FA4_D128                                     \
-  ", %64, %65, %66, %67, %68, %69, %70, %71"       \
-  ", %72, %73, %74, %75, %76, %77, %78, %79"       \
-  ", %80, %81, %82, %83, %84, %85, %86, %87"       \
+#define JAX_FA4_D192                         \
+  JAX_FA4_D128                               \
+  ", %64, %65, %66, %67, %68, %69, %70, %71" \
+  ", %72, %73, %74, %75, %76, %77, %78, %79" \
+  ", %80, %81, %82, %83, %84, %85, %86, %87" \
   ", %88, %89, %90, %91, %92, %93, %94, %95"
 
 #define JAX_FA4_8(i)                                                                          \
@@ -39,18 +39,18 @@ namespace jax_fa4::ptx {
 #define JAX_FA4_D192_OPERANDS \
   JAX_FA4_D128_OPERANDS, JAX_FA4_8(64), JAX_FA4_8(72), JAX_FA4_8(80), JAX_FA4_8(88)
 
-#define JAX_FA4_TILES(n, half, a, b, add, columns, type)                                    \
-  template <class Element, bool kAdd, bool kBColumns>                                       \
-  __device__ __forceinline__ void wgmma_m64k16_tiles(                                       \
-      float (&d)[half], uint64_t a_tile, uint64_t b_tile) {                                 \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type            \
-                 " {" JAX_FA4_D##n "}, " a ", " b ", " add ", 1, 1, 0, " columns ";"        \
-                 : JAX_FA4_D##n##_OPERANDS                                                  \
-                 : "l"(a_tile),                                                             \
-                   "l"(b_tile),                                                             \
-                   "n"(static_cast<int32_t>(kAdd)),                                         \
-                   "n"(static_cast<int32_t>(kBColumns)),                                    \
-                   "C"(kTypeName<Element>));                                                \
+#define JAX_FA4_TILES(n, half, a, b, add, columns, type)                                           \
+  template <class Element, bool kAdd, bool kBColumns>                                              \
+  __device__ __forceinline__ void wgmma_m64k16_tiles(                                              \
+      float (&d)[half], uint64_t a_tile, uint64_t b_tile) {                                        \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" JAX_FA4_D##n \
+                 "}, " a ", " b ", " add ", 1, 1, 0, " columns ";"                                 \
+                 : JAX_FA4_D##n##_OPERANDS                                                         \
+                 : "l"(a_tile),                                                                    \
+                   "l"(b_tile),                                                                    \
+                   "n"(static_cast<int32_t>(kAdd)),                                                \
+                   "n"(static_cast<int32_t>(kBColumns)),                                           \
+                   "C"(kTypeName<Element>));                                                       \
   }
 JAX_FA4_TILES(32, 16, "%16", "%17", "%18", "%19", "%20")
 JAX_FA4_TILES(64, 32, "%32", "%33", "%34", "%35", "%36")

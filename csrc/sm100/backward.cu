@@ -8,9 +8,10 @@
 //   MMA       S . dP . dV S dK dQ dP . dV S dK dQ dP . dV . dK dQ     S^T = K Q^T, dP^T = V dO^T
 //   compute     P . . dS  . P  . . . dS   . P . . . dS     dV dK      P^T = 2^(S^T - lse)
 //   reduce                       dQ            dQ            dQ       dS^T = P^T (dP^T - delta)
+//   add                           dQ            dQ            dQ
 //
-// with dV += P^T dO, dK += dS^T Q and dQ = dS K, which is added to the sums of all blocks of keys in
-// global memory. S, P, dP, dS, dQ, dV and dK are in tensor memory; dS is in shared memory too.
+// with dV += P^T dO, dK += dS^T Q and dQ = dS K, which is added to the sums of all blocks of keys
+// in global memory. S, P, dP, dS, dQ, dV and dK are in tensor memory; dS is in shared memory too.
 // Whoever hands on a part of it, or of shared memory, arrives at one of the barriers of
 // backward_barriers.h.
 //
@@ -35,7 +36,8 @@ using Kind = BackwardKind;
 
 // Warps of a CTA: three warpgroups, a thread of each for a lane of tensor memory, and single warps.
 inline constexpr uint32_t kReduceGroup = 0, kComputeGroup = 1, kOtherGroup = 3;
-inline constexpr uint32_t kMmaWarp = kOtherGroup * 4, kLoadWarp = kMmaWarp + 1;
+inline constexpr uint32_t kMmaWarp = kOtherGroup * 4, kLoadWarp = kMmaWarp + 1,
+                          kAddWarp = kMmaWarp + 2;
 
 // Who a thread is. Read anew wherever it is needed, and not kept in a register through all that
 // lies between.
@@ -122,7 +124,7 @@ struct Backward {
       query.Advance();
       dout.Advance();
     }
-    // Shared memory has to outlive the products that read it.
+    // Shared memory has to outlive the products that read it, and barriers the arrivals at them.
     for (int32_t i = 0; i < kBackwardQueryStages; ++i, query.Advance()) {
       control.q_empty[query.stage].Wait(query.parity ^ 1);
     }
@@ -148,7 +150,8 @@ struct Backward {
                                         full.Get());
     }
     auto& numbers = control.row_numbers[stage];
-    ptx::cp_async_bulk_load(numbers.lse_log2, p.lse_log2 + int64_t{block} * kRows, kBytes, full.Get());
+    ptx::cp_async_bulk_load(
+        numbers.lse_log2, p.lse_log2 + int64_t{block} * kRows, kBytes, full.Get());
     ptx::cp_async_bulk_load(numbers.delta, p.delta + int64_t{block} * kRows, kBytes, full.Get());
   }
 
@@ -379,10 +382,8 @@ struct Backward {
 #pragma unroll
       for (int32_t piece = 0; piece < 4; ++piece) {
         const uint32_t place = PlaceOfPiece(key, column % 64 / 8 + 4 * i + piece);
-        *reinterpret_cast<uint4*>(tile + place * 16) = make_uint4(packed[4 * piece],
-                                                                  packed[4 * piece + 1],
-                                                                  packed[4 * piece + 2],
-                                                                  packed[4 * piece + 3]);
+        *reinterpret_cast<uint4*>(tile + place * 16) = make_uint4(
+            packed[4 * piece], packed[4 * piece + 1], packed[4 * piece + 2], packed[4 * piece + 3]);
       }
     }
   }
@@ -441,80 +442,95 @@ struct Backward {
 
   // ---- Reduce
 
-  // A thread has a row of dQ. Of 64 rows, lanes from 16 on have columns from 128 on.
+  // A thread has a row of dQ. Of 64 rows, lanes from 16 on have the columns from 128 on.
+  static constexpr int32_t kOwnColumns = kRows == 64 ? 128 : kShape.width;
+  static constexpr int32_t kPieceColumns = BackwardPieceColumns(kShape);
+  static constexpr int32_t kPieces = kOwnColumns / kPieceColumns;
+  static constexpr uint32_t kPieceBytes = BackwardPieceBytes(kShape);
+  static_assert(kPieces % 2 == 0);
+
+  // Stages dQ. Four columns of all rows lie together, here and in global memory.
   __device__ __forceinline__ void Reduce() const {
-    constexpr int32_t kCount = kRows == 64 ? 128 : kShape.width;
     const uint32_t tensor_dq = OwnLanes() + kColumns.dq;
+    const bool has_upper = kRows == 64 && Lane() >= 16;
+    const uint32_t row = kRows == 64 ? TensorLane() / 32 * 16 + Lane() % 16 : TensorLane();
+    unsigned char* const staged =
+        memory.Dquery() + row * 16 + (has_upper ? 128 / kPieceColumns * kPieceBytes : 0);
     const Task task(p);
     Blocks blocks(p, task);
-    unsigned char* const stages = &UniformReference(*memory.Dquery(0));
-    // One thread issues copies. It is chosen wherever it is needed, so that the compiler sees that it
-    // is one.
-    const bool leads = Warp() == kReduceGroup * 4;
     uint32_t phase = 0;
 #pragma unroll 1
     while (blocks.Next()) {
-      float x[kCount / 32][32];
+      float x[kOwnColumns / 32][32];
       control.dq_ready.Wait(phase);
       ptx::tcgen05_fence_after_thread_sync();
 #pragma unroll
-      for (int32_t i = 0; i < kCount / 32; ++i) ptx::tcgen05_ld_32x32b(tensor_dq + 32 * i, x[i]);
+      for (int32_t i = 0; i < kOwnColumns / 32; ++i) {
+        ptx::tcgen05_ld_32x32b(tensor_dq + 32 * i, x[i]);
+      }
       ptx::tcgen05_wait_ld();
       ptx::tcgen05_fence_before_thread_sync();
       ArriveOnce(control.dq_empty);
 
-      const uint32_t block = BlockIndex(task, blocks);
-      if (p.deterministic && leads && ptx::elect_sync()) AwaitTurn(task, blocks, block);
-      Add(reinterpret_cast<const float(&)[kCount]>(x),
-          p.dquery_sum + uint64_t{block} * (kRows * kShape.width),
-          stages,
-          leads);
-      if (p.deterministic && leads && ptx::elect_sync()) EndTurn(block);
-      __syncwarp();
+#pragma unroll
+      for (int32_t piece = 0; piece < kPieces; ++piece) {
+        PieceBarrier::Empty(piece).Wait();
+        if (!has_upper || 128 + piece * kPieceColumns < kShape.width) {
+#pragma unroll
+          for (int32_t column = 0; column < kPieceColumns; column += 4) {
+            const int32_t first = piece * kPieceColumns + column;
+            const float* const four = &x[first / 32][first % 32];
+            *reinterpret_cast<float4*>(staged + OffsetOf(piece) + column / 4 * kRows * 16) =
+                make_float4(four[0], four[1], four[2], four[3]);
+          }
+        }
+        ptx::fence_proxy_async();
+        PieceBarrier::Full(piece).Arrive();
+      }
       phase ^= 1;
     }
-    if (leads && ptx::elect_sync()) ptx::cp_async_bulk_wait_group_read<0>();
-    __syncwarp();
+    PieceBarrier::Empty(0).Wait();
   }
 
-  // Adds dQ of a block of rows to their sums. Four columns of all rows lie together, in the stages
-  // and there.
-  template <int32_t kCount>
-  static __device__ __forceinline__ void Add(const float (&x)[kCount],
-                                             float* sum,
-                                             unsigned char* stages,
-                                             bool leads) {
-    constexpr int32_t kPiece = BackwardPieceColumns(kShape), kStages = BackwardPieceStages(kShape);
-    constexpr uint32_t kBytes = BackwardPieceBytes(kShape);
-    // Where the row has the other columns.
-    const bool has_upper = kRows == 64 && Lane() >= 16;
-    const uint32_t row = kRows == 64 ? TensorLane() / 32 * 16 + Lane() % 16 : TensorLane();
-    unsigned char* const staged = stages + row * 16 + (has_upper ? 128 / kPiece * kBytes : 0);
-    const auto add = [&](int32_t piece) {
-      ptx::cp_reduce_async_bulk_add_f32(
-          sum + piece * (kBytes / 4), stages + piece % kStages * kBytes, kBytes);
-    };
+  // Of a piece in the stages.
+  static __device__ __forceinline__ constexpr uint32_t OffsetOf(int32_t piece) {
+    return piece % BackwardPieceStages(kShape) * kPieceBytes;
+  }
+
+  // ---- Add
+
+  // Adds what is staged to the sums.
+  __device__ __forceinline__ void Add() const {
+    const Task task(p);
+    Blocks blocks(p, task);
+    PieceBarrier::Empty(0).Arrive();
+#pragma unroll 1
+    while (blocks.Next()) {
+      const uint32_t block = BlockIndex(task, blocks);
+      float* const sum = p.dquery_sum + uint64_t{block} * (kRows * kShape.width);
+      const auto add = [&](int32_t piece) {
+        ptx::cp_reduce_async_bulk_add_f32(
+            sum + piece * (kPieceBytes / 4), memory.Dquery() + OffsetOf(piece), kPieceBytes);
+      };
+      if (p.deterministic && ptx::elect_sync()) AwaitTurn(task, blocks, block);
+      __syncwarp();
 #pragma unroll
-    for (int32_t piece = 0; piece < kCount / kPiece; ++piece) {
-      ReduceBarrier::Wait();
-      if (!has_upper || 128 + piece * kPiece < kShape.width) {
-#pragma unroll
-        for (int32_t i = 0; i < kPiece; i += 4) {
-          const float* const four = &x[piece * kPiece + i];
-          *reinterpret_cast<float4*>(staged + piece % kStages * kBytes + i / 4 * kRows * 16) =
-              make_float4(four[0], four[1], four[2], four[3]);
+      for (int32_t piece = 0; piece < kPieces; ++piece) {
+        PieceBarrier::Full(piece).Wait();
+        if (ptx::elect_sync()) {
+          add(piece);
+          if (kRows == 64 && piece == 0) add(128 / kPieceColumns);
+          ptx::cp_async_bulk_commit_group();
+          ptx::cp_async_bulk_wait_group_read<1>();  // for the piece before, where the next one goes
         }
+        __syncwarp();
+        PieceBarrier::Empty(piece + 1).Arrive();
       }
-      ptx::fence_proxy_async();
-      ReduceBarrier::Wait();
-      if (leads && ptx::elect_sync()) {
-        add(piece);
-        if (kRows == 64 && piece == 0) add(128 / kPiece);
-        ptx::cp_async_bulk_commit_group();
-        // What the next piece is staged in is free again.
-        ptx::cp_async_bulk_wait_group_read<1>();
-      }
+      if (p.deterministic && ptx::elect_sync()) EndTurn(block);
+      __syncwarp();
     }
+    if (ptx::elect_sync()) ptx::cp_async_bulk_wait_group_read<0>();
+    __syncwarp();
   }
 
   // Where the order of additions is fixed, blocks of keys add in their order, from the first that
@@ -541,12 +557,17 @@ struct Backward {
   __device__ __forceinline__ void Run() const {
     const uint32_t warp = Warp(), group = Group();
     constexpr BackwardRegisters kRegisters = Variant::kRegisters;
+    constexpr uint32_t kLaunched = (64 << 10) / BackwardThreads(kShape);  // registers of a thread
     if (warp == kLoadWarp && ptx::elect_sync()) control.Init();
     if (warp == kMmaWarp) ptx::tcgen05_alloc(&control.tensor_memory, kBackwardTensorColumns);
     __syncthreads();
 
     if (group == kReduceGroup) {
-      ptx::setmaxnreg_inc<kRegisters.reduce>();
+      if constexpr (kRegisters.reduce > kLaunched) {
+        ptx::setmaxnreg_inc<kRegisters.reduce>();
+      } else {
+        ptx::setmaxnreg_dec<kRegisters.reduce>();
+      }
       Reduce();
     } else if (group < kOtherGroup) {
       ptx::setmaxnreg_inc<kRegisters.compute>();
@@ -555,6 +576,7 @@ struct Backward {
       ptx::setmaxnreg_dec<kRegisters.other>();
       if (warp == kMmaWarp) Multiply();
       if (warp == kLoadWarp) Load();
+      if (warp == kAddWarp) Add();
     }
 
     __syncthreads();  // tensor memory has been read
@@ -575,10 +597,10 @@ __device__ __forceinline__ void RunBackward(const BackwardParameters& p) {
 
 using namespace jax_fa4;
 
-#define BACKWARD(Element, shape, width_name, kind, Kind)                                       \
-  extern "C" __global__ void __launch_bounds__(sm100::BackwardThreads({}), 1)                  \
+#define BACKWARD(Element, shape, width_name, kind, Kind)                                         \
+  extern "C" __global__ void __launch_bounds__(sm100::BackwardThreads({}), 1)                    \
       backward_##Element##_##width_name##_##kind(const __grid_constant__ BackwardParameters p) { \
-    sm100::RunBackward<sm100::BackwardVariant<ptx::Element, shape, sm100::Kind>>(p);           \
+    sm100::RunBackward<sm100::BackwardVariant<ptx::Element, shape, sm100::Kind>>(p);             \
   }
 #define BACKWARD_KINDS(Element, shape, width_name)            \
   BACKWARD(Element, shape, width_name, full, Kind::kFull)     \

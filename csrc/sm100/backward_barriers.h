@@ -13,8 +13,8 @@ namespace jax_fa4::sm100 {
 
 inline constexpr uint32_t kComputeWarps = 8, kReduceWarps = 4;
 
-// The first kBackwardControlBytes. Of one block of rows follow s_ready, p_ready, dp_ready, ds_ready,
-// dq_ready and dq_empty, in this order.
+// The first kBackwardControlBytes. Of one block of rows follow s_ready, p_ready, dp_ready,
+// ds_ready, dq_ready and dq_empty, in this order.
 template <class Variant>
 struct BackwardControl {
   // What rows need besides Q and dO: their lse in base 2, and their delta.
@@ -59,18 +59,32 @@ struct BackwardControl {
 };
 
 // Named barriers. Barrier 0 is __syncthreads.
-struct ReduceBarrier {  // of the reduce warps, about a stage of dQ
-  static __device__ __forceinline__ void Wait() { ptx::bar_sync(1, kReduceWarps * 32); }
+
+// Between the reduce warps and the add warp, of every other piece of dQ: it is staged; there is
+// room for it.
+class PieceBarrier {
+ public:
+  static __device__ __forceinline__ PieceBarrier Full(uint32_t piece) { return {1 + piece % 2}; }
+  static __device__ __forceinline__ PieceBarrier Empty(uint32_t piece) { return {3 + piece % 2}; }
+  __device__ __forceinline__ void Arrive() const { ptx::bar_arrive(number_, kThreads); }
+  __device__ __forceinline__ void Wait() const { ptx::bar_sync(number_, kThreads); }
+
+ private:
+  static constexpr uint32_t kThreads = (kReduceWarps + 1) * 32;
+  uint32_t number_;
+
+  __device__ __forceinline__ PieceBarrier(uint32_t number) : number_(number) {}
 };
-struct StoreBarrier {  // of the compute warps: a tile of dK or dV is staged
-  static __device__ __forceinline__ void Wait() { ptx::bar_sync(2, kComputeWarps * 32); }
+
+// Of the compute warps: a tile of dK or dV is staged.
+struct StoreBarrier {
+  static __device__ __forceinline__ void Wait() { ptx::bar_sync(5, kComputeWarps * 32); }
 };
 
 template <class Variant>
 struct BackwardMemory {
   static constexpr BackwardShape kShape = Variant::kShape;
   static constexpr int32_t kDoutStages = BackwardDoutStages(kShape);
-  static constexpr uint32_t kPieceBytes = BackwardPieceBytes(kShape);
   static_assert(sizeof(BackwardControl<Variant>) <= kBackwardControlBytes);
 
   unsigned char* start;
@@ -86,9 +100,8 @@ struct BackwardMemory {
     return Query(kBackwardQueryStages) + stage * BackwardDoutBytes(kShape);
   }
   __device__ __forceinline__ unsigned char* Dlogits() const { return Dout(kDoutStages); }
-  __device__ __forceinline__ unsigned char* Dquery(int32_t piece) const {
-    return Dlogits() + BackwardDlogitsBytes(kShape) +
-           piece % BackwardPieceStages(kShape) * kPieceBytes;
+  __device__ __forceinline__ unsigned char* Dquery() const {
+    return Dlogits() + BackwardDlogitsBytes(kShape);
   }
 };
 

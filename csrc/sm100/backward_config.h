@@ -46,8 +46,8 @@ JAX_FA4_HOST_DEVICE constexpr int32_t BackwardDoutStages(BackwardShape shape) {
   return BackwardDoutBytes(shape) <= 16 << 10 ? 2 : 1;
 }
 
-// dQ of a block of rows leaves in pieces of so many columns of all rows, which take turns with two
-// stages; or, of 64 rows, from a stage for all of it.
+// dQ of a block of rows leaves in an even number of pieces, of so many columns of all rows, which
+// take turns with two stages. Of 64 rows there is a stage for all of it.
 JAX_FA4_HOST_DEVICE constexpr int32_t BackwardPieceColumns(BackwardShape shape) {
   return shape.row_block == 64 ? 64 : shape.width == 96 ? 24 : 32;
 }
@@ -71,7 +71,8 @@ static_assert(BackwardSharedBytes(kBackwardShapes[0]) == (3 + 128 + 32) << 10 &&
 
 // Tensor memory: 512 columns of 32 bits for each of 128 lanes. A lane is a key's, but for dQ, whose
 // lanes are of rows. P and dS, of 16 bits an element, lie over the S and dP that they are made of;
-// and so does dQ over dP where there is no room beside it: there the next dP waits until it is read.
+// and so does dQ over dP where there is no room beside it: there the next dP waits until it is
+// read.
 struct BackwardColumns {
   uint32_t s, dv, dp, dq, dk;
 };

@@ -23,7 +23,9 @@ struct BackwardVariant {
   // A thread of the two compute warpgroups has a key, and this half of the rows.
   static constexpr int32_t kShare = kRows / 2;
 
-  static constexpr BackwardRegisters kRegisters = {152, 152, 56};
+  // Reduce threads hold a row of dQ, or 128 columns of one.
+  static constexpr BackwardRegisters kRegisters =
+      kShape.width < 128 ? BackwardRegisters{112, 168, 64} : BackwardRegisters{136, 160, 56};
   static_assert(kRegisters.reduce + 2 * kRegisters.compute + kRegisters.other <= 512);
 };
 

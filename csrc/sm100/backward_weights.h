@@ -153,8 +153,9 @@ __device__ __forceinline__ void Weigh(float (&s)[32],
         slope = cap.slope;
       }
       // The unit for exponentials negates for nothing.
-      x = ptx::fma_rn_f32x2(
-          x, Both(-scale.scale_log2), i == row ? make_float2(lse.x, lse.y) : make_float2(lse.z, lse.w));
+      x = ptx::fma_rn_f32x2(x,
+                            Both(-scale.scale_log2),
+                            i == row ? make_float2(lse.x, lse.y) : make_float2(lse.z, lse.w));
       x = make_float2(ptx::ex2_approx_ftz_f32(-x.x), ptx::ex2_approx_ftz_f32(-x.y));
       if (kMasked) {
         x = make_float2(ptx::selp_f32_bit(x.x, 0, keep, i), ptx::selp_f32_bit(x.y, 0, keep, i + 1));

@@ -1,18 +1,26 @@
 // FlashAttention-3, backward: the gradients of attention for Hopper.
 //
 // A CTA has a block of keys of one key/value head, and goes through the blocks of rows that see
-// some of them, for each query head that shares them. One warp loads; two warpgroups compute, each
-// for 64 keys; a warp for each of these adds its part of dQ to a sum in global memory, which the
-// parts of other CTAs are added to as well:
+// some of them, for each query head that shares them. One warp finds these blocks, one loads them;
+// two warpgroups compute, each for 64 keys; a warp for each of these adds its part of dQ to a sum
+// in global memory, to which other CTAs add theirs:
 //
-//   load        K Q | V dO |  Q dO  |  Q dO
-//   products      S   dP dV   dQ dK   S ...     S = K Q^T, dP = V dO^T (both transposed),
-//   weights           P  dS                     dV += P dO, dK += dS Q, dQ = dS^T K
-//   sums                         dQ
+//   load       K Q V dO |       Q dO      |       Q dO      |
+//   products   S     dP    dV  dK  dQ  S  dP    dV  dK  dQ  S
+//   weights             P   dS               P   dS
+//   sums                                dQ                dQ
 //
-// P = 2^(S - lse) and dS = P (dP - delta) are in registers as the tensor cores want them of the
-// first factor of dV and dK, since keys are their rows. Only dS goes through shared memory: dQ sums
-// over the keys of both warpgroups. P is computed beside the product dP, and dS beside dV.
+//   S = K Q^T, dP = V dO^T (both transposed), P = 2^(S - lse), dS = P (dP - delta)
+//   dV += P dO, dK += dS Q, dQ = dS^T K
+//
+// P and dS are in registers as the tensor cores want them of the first factor of dV and dK, since
+// keys are their rows. Only dS goes through shared memory: dQ sums over the keys of both
+// warpgroups. The products of a warpgroup never run dry: P is computed beside dP, dS beside dV, and
+// dQ leaves beside S of the next block.
+//
+// The widest heads leave no registers for dK and dV of 64 keys in one warpgroup. There a CTA has 64
+// keys; one warpgroup computes P and dV, the other dS and dK, and each half of dQ, which it adds to
+// the sum itself.
 //
 // Source: Shah et al., "FlashAttention-3" (2024).
 
@@ -193,8 +201,7 @@ struct Backward {
 #pragma unroll 1
         for (uint32_t i = lane; i < kRows; i += 32) {
           const KeySpan span = Bounds().Of(note.row_block * kRows + i);
-          memory.Spans(stage)[i] =
-              make_uint2(span.begin, span.Empty() ? 0 : span.end - span.begin);
+          memory.Spans(stage)[i] = make_uint2(span.begin, span.Empty() ? 0 : span.end - span.begin);
         }
         __syncwarp();
       }
@@ -229,7 +236,9 @@ struct Backward {
             }
             all = CommonToLanes(all);
           }
-          write({all.Holds(KeySpan{control.task.first_key, control.task.first_key + kKeys}) ? Note::kAllSee : Note::kMasked,
+          write({all.Holds(KeySpan{control.task.first_key, control.task.first_key + kKeys})
+                     ? Note::kAllSee
+                     : Note::kMasked,
                  control.task.kv_head * control.task.group + of_group,
                  row_block,
                  idle >> i & 1});
@@ -241,7 +250,8 @@ struct Backward {
 
   // The keys of the block, of which the last may have fewer.
   __device__ __forceinline__ KeySpan BlockSpan() const {
-    return {control.task.first_key, min(control.task.first_key + kKeys, static_cast<uint32_t>(p.keys))};
+    return {control.task.first_key,
+            min(control.task.first_key + kKeys, static_cast<uint32_t>(p.keys))};
   }
   // From the first to the last of them that is in the hull of what the batch element's rows see.
   // Others may be NaN.
@@ -330,7 +340,8 @@ struct Backward {
   // How many parts have been added to a block's dQ. Blocks of keys add theirs in turn, from the
   // first that some of the rows see.
   __device__ __forceinline__ uint32_t* TurnsOf(const Note& note) const {
-    return p.turns + (int64_t{control.task.batch} * p.heads + note.head) * p.row_blocks + note.row_block;
+    return p.turns + (int64_t{control.task.batch} * p.heads + note.head) * p.row_blocks +
+           note.row_block;
   }
   __device__ __forceinline__ void WaitForTurn(const Note& note) const {
     uint32_t before = control.task.first_key / kKeys;
@@ -357,10 +368,9 @@ struct Backward {
           ptx::fence_proxy_async_all();
         }
         constexpr uint32_t kBytes = 64 * 64 * 4;
-        ptx::cp_reduce_async_bulk_add_f32(
-            sum + FirstPlace(consumer),
-            memory.Sum(consumer),
-            consumer == 1 ? 64 * 4 * Variant::kFewerColumns : kBytes);
+        ptx::cp_reduce_async_bulk_add_f32(sum + FirstPlace(consumer),
+                                          memory.Sum(consumer),
+                                          consumer == 1 ? 64 * 4 * Variant::kFewerColumns : kBytes);
         if (Variant::kRestColumns > 0) {
           ptx::cp_reduce_async_bulk_add_f32(sum + RestPlace(consumer),
                                             memory.Sum(consumer) + kBytes,
@@ -388,21 +398,15 @@ struct Backward {
 
   __device__ __forceinline__ void Consume(uint32_t consumer) const {
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    const Products all_products(consumer,
-                                memory.Key(),
-                                memory.Value(),
-                                memory.Query(0),
-                                memory.Dout(0),
-                                memory.Weights(0));
-    const BackwardScale scale(ScaleOf(p, control.task.batch), kKind == BackwardKind::kSoftcap ? p.softcap : 0);
+    const Products all_products(
+        consumer, memory.Key(), memory.Value(), memory.Query(0), memory.Dout(0), memory.Weights(0));
+    const BackwardScale scale(ScaleOf(p, control.task.batch),
+                              kKind == BackwardKind::kSoftcap ? p.softcap : 0);
     // A thread has two keys, 8 apart, and of each 8 rows two neighbours.
-    const uint32_t key = control.task.first_key + consumer * Variant::kGroupKeys + warp * 16 + lane / 4;
+    const uint32_t key =
+        control.task.first_key + consumer * Variant::kGroupKeys + warp * 16 + lane / 4;
     const uint32_t row = lane % 4 * 2;
-    // Where the warp stores a matrix of 16 keys by 16 rows of dS, the rows from 0 on.
-    const uint32_t weights_place = SharedAddress(memory.Weights(0)) +
-                                   consumer * PanelBytes(kRows) +
-                                   (lane / 16 * 8 + lane % 8) * 128 +
-                                   PlaceOfPiece(lane, warp * 2 + lane / 8 % 2) * 16;
+    const uint32_t weights_place = WeightsPlace() + consumer * PanelBytes(kRows);
 
     typename Products::KeySum dkey;
     typename Products::ValueSum dvalue;
@@ -426,7 +430,8 @@ struct Backward {
       all_products.KeyQuery(s, 0, 0);
 #pragma unroll 1
       for (uint32_t count = 0;; ++count) {
-        const Products products = Variant::kParts > 1 ? all_products.Anew(kind >> 31) : all_products;
+        const Products products =
+            Variant::kParts > 1 ? all_products.Anew(kind >> 31) : all_products;
         const uint32_t stage = count % kStages, parity = count / kStages % 2;
         const uint32_t weight_stage = count % kShape.weight_stages;
         typename Memory::Control::Stage& barriers = control.stage[stage];
@@ -491,7 +496,7 @@ struct Backward {
         const bool more = arrives(count + 1);
         SyncConsumers();
 
-        // dQ, then the next S already.
+        // dQ, and the next S already, beside which dQ is stored.
         const Products new_products = products.WithNewKeys(kind >> 31);
         float sum[32], rest[Variant::kRestColumns > 0 ? Variant::kRestColumns / 2 : 1];
         ptx::wgmma_wait_group<1>();
@@ -526,7 +531,8 @@ struct Backward {
           ptx::wgmma_wait_group<0>();
           ptx::Pin(dkey);
           AddQuery(new_products, sum, weight_stage, consumer);
-          if constexpr (Variant::kRestColumns > 0) AddRest(new_products, rest, weight_stage, consumer);
+          if constexpr (Variant::kRestColumns > 0)
+            AddRest(new_products, rest, weight_stage, consumer);
           ptx::wgmma_wait_group<0>();
           ptx::Pin(sum);
           ptx::Pin(rest);
@@ -536,7 +542,7 @@ struct Backward {
         }
       }
     }
-    if (kBackwardAddsInBulk) {
+    if (Variant::kAddsInBulk) {
       ptx::bar_sync(SumPlace::Empty(consumer), SumPlace::kThreads);
       ptx::bar_arrive(SumPlace::Full(consumer), SumPlace::kThreads);
     }
@@ -544,6 +550,144 @@ struct Backward {
 #pragma unroll
     for (int32_t i = 0; i < kWidth / 2; ++i) dkey[i] *= of_products;
     Store(dkey, dvalue);
+  }
+
+  // Where the consumers have the same keys: the first makes weights and dV, ...
+  __device__ __forceinline__ void ConsumeForValue() const {
+    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    const Products products(
+        0, memory.Key(), memory.Value(), memory.Query(0), memory.Dout(0), memory.Weights(0));
+    const BackwardScale scale(ScaleOf(p, control.task.batch),
+                              kKind == BackwardKind::kSoftcap ? p.softcap : 0);
+    const uint32_t key = control.task.first_key + warp * 16 + lane / 4, row = lane % 4 * 2;
+    typename Products::ValueSum dvalue;
+#pragma unroll
+    for (int32_t i = 0; i < kValueWidth / 2; ++i) dvalue[i] = 0;
+    control.key_full.Wait(0);
+#pragma unroll 1
+    for (uint32_t count = 0;; ++count) {
+      const uint32_t stage = count % kStages, parity = count / kStages % 2;
+      typename Memory::Control::Stage& barriers = control.stage[stage];
+      barriers.query_full.Wait(parity);
+      const Note& note = NoteOf(count);
+      const uint32_t kind = SameInAllLanes(note.kind);
+      if (kind == Note::kEnd) break;
+      const Products new_products = products.WithNewKeys(kind >> 31);
+      typename Products::Logits s;
+      typename Products::Weights p_t;
+      ptx::wgmma_fence();
+      products.KeyQuery(s, stage, 0);
+      ptx::wgmma_wait_group<0>();
+      ptx::Pin(s);
+      const float* const lse = memory.Lse(stage) + row;
+      if (kind == Note::kMasked) {
+        Weigh<true>(s, p_t, 0, scale, lse, memory.Spans(stage) + row, key);
+      } else {
+        Weigh<false>(s, p_t, 0, scale, lse, nullptr, 0);
+      }
+      // The other has read those of the block before: it has stored dS since then.
+      float4* const exchange = memory.Exchange() + threadIdx.x % kGroupThreads;
+#pragma unroll
+      for (int32_t i = 0; i < kRows / 8; ++i) {
+        exchange[i * kGroupThreads] =
+            make_float4(s[4 * i], s[4 * i + 1], s[4 * i + 2], s[4 * i + 3]);
+      }
+      WeightsHandedOn::Arrive();
+      if (kKind != BackwardKind::kSoftcap) PackPiece(p_t[0], s);
+      barriers.dout_full.Wait(parity);
+      ptx::wgmma_fence();
+      products.WeightDout(dvalue, p_t, stage, 0);
+      SyncConsumers();
+
+      float sum[kWidth / 4];
+      ptx::wgmma_fence();
+      new_products.WeightKey(sum, 0, 0);
+      ptx::wgmma_commit_group();
+      ptx::wgmma_wait_group<1>();
+      ptx::Pin(dvalue);
+      Release(barriers.dout_empty);
+      ptx::wgmma_wait_group<0>();
+      ptx::Pin(sum);
+      StorePiece<kWidth / 2, true, true>(sum, 0, 0, note, 0);
+      Release(barriers.query_empty);
+    }
+    control.value_full.Wait(0);
+    SyncConsumers();
+    StageAndStore<kValueWidth>(p.dvalue, memory.Value(), dvalue, 0);
+  }
+
+  // ... and the second dS and dK. Each makes half of dQ.
+  __device__ __forceinline__ void ConsumeForKey() const {
+    const Products products(
+        1, memory.Key(), memory.Value(), memory.Query(0), memory.Dout(0), memory.Weights(0));
+    const uint32_t row = threadIdx.x % 4 * 2;
+    typename Products::KeySum dkey;
+#pragma unroll
+    for (int32_t i = 0; i < kWidth / 2; ++i) dkey[i] = 0;
+    control.key_full.Wait(0);
+    control.value_full.Wait(0);
+#pragma unroll 1
+    for (uint32_t count = 0;; ++count) {
+      const uint32_t stage = count % kStages, parity = count / kStages % 2;
+      typename Memory::Control::Stage& barriers = control.stage[stage];
+      barriers.query_full.Wait(parity);
+      const Note& note = NoteOf(count);
+      const uint32_t kind = SameInAllLanes(note.kind);
+      if (kind == Note::kEnd) break;
+      const Products new_products = products.WithNewKeys(kind >> 31);
+      typename Products::Logits dp, s;
+      typename Products::Weights ds_t;
+      barriers.dout_full.Wait(parity);
+      ptx::wgmma_fence();
+      products.ValueDout(dp, stage, 0);
+      ptx::wgmma_wait_group<0>();
+      ptx::Pin(dp);
+      WeightsHandedOn::Wait();
+      const float4* const exchange = memory.Exchange() + threadIdx.x % kGroupThreads;
+#pragma unroll
+      for (int32_t i = 0; i < kRows / 8; ++i) {
+        const float4 weights = exchange[i * kGroupThreads];
+        s[4 * i] = weights.x;
+        s[4 * i + 1] = weights.y;
+        s[4 * i + 2] = weights.z;
+        s[4 * i + 3] = weights.w;
+      }
+      Differentiate(s, dp, memory.Delta(stage) + row);
+      PackPiece(ds_t[0], s);
+      // The other has read dS of the block before: it has handed on weights since then.
+#pragma unroll
+      for (int32_t i = 0; i < kRows / 16; ++i) {
+        ptx::stmatrix_x4<true>(WeightsPlace() + i * 16 * 128, ds_t[0] + 4 * i);
+      }
+      ptx::fence_proxy_async();
+      Release(barriers.dout_empty);
+      ptx::wgmma_fence();
+      products.WeightQuery(dkey, ds_t, stage);
+      SyncConsumers();
+
+      float sum[kWidth / 4];
+      ptx::wgmma_fence();
+      new_products.WeightKey(sum, 0, kWidth / 2);
+      ptx::wgmma_commit_group();
+      ptx::wgmma_wait_group<1>();
+      ptx::Pin(dkey);
+      ptx::wgmma_wait_group<0>();
+      ptx::Pin(sum);
+      StorePiece<kWidth / 2, true, true>(sum, PlaceOfColumn(kWidth / 2), 0, note, 1);
+      Release(barriers.query_empty);
+    }
+    const float of_products = ScaleOf(p, control.task.batch);
+#pragma unroll
+    for (int32_t i = 0; i < kWidth / 2; ++i) dkey[i] *= of_products;
+    SyncConsumers();
+    StageAndStore<kWidth>(p.dkey, memory.Key(), dkey, 1);
+  }
+
+  // Where the warp stores a matrix of 16 keys by 16 rows of dS, the rows from 0 on.
+  __device__ __forceinline__ uint32_t WeightsPlace() const {
+    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    return SharedAddress(memory.Weights(0)) + (lane / 16 * 8 + lane % 8) * 128 +
+           PlaceOfPiece(lane, warp * 2 + lane / 8 % 2) * 16;
   }
 
   static __device__ __forceinline__ void PackPiece(uint32_t (&packed)[Variant::kPieceRows / 4],
@@ -621,7 +765,7 @@ struct Backward {
                                                   uint32_t consumer) {
     ptx::wgmma_fence();
     if (Variant::kIsUneven && consumer == 1) {
-      auto& fewer = reinterpret_cast<float(&)[Variant::kFewerColumns / 2]>(sum);
+      auto& fewer = reinterpret_cast<float (&)[Variant::kFewerColumns / 2]>(sum);
       products.WeightKey(fewer, weight_stage, 64);
     } else {
       products.WeightKey(sum, weight_stage, Variant::kSharesRows ? 0 : consumer * 64);
@@ -644,8 +788,7 @@ struct Backward {
                                            uint32_t consumer) const {
     constexpr bool kIsLast = Variant::kRestColumns == 0;
     if (Variant::kIsUneven && consumer == 1) {
-      StorePiece<Variant::kFewerColumns, true, true>(
-          sum, FirstPlace(consumer), 0, note, consumer);
+      StorePiece<Variant::kFewerColumns, true, true>(sum, FirstPlace(consumer), 0, note, consumer);
     } else {
       StorePiece<64, true, kIsLast>(sum, FirstPlace(consumer), 0, note, consumer);
     }
@@ -663,7 +806,7 @@ struct Backward {
                                              const Note& note,
                                              uint32_t consumer) const {
     const uint32_t thread = threadIdx.x % kGroupThreads;
-    if (kBackwardAddsInBulk) {
+    if (Variant::kAddsInBulk) {
       auto* const to = reinterpret_cast<float4*>(memory.Sum(consumer)) + place_in_memory / 4;
       if (kIsFirst) ptx::bar_sync(SumPlace::Empty(consumer), SumPlace::kThreads);
 #pragma unroll
@@ -717,8 +860,29 @@ struct Backward {
   __device__ __forceinline__ void StoreTile(const TensorMap& map, const unsigned char* tile) const {
 #pragma unroll
     for (int32_t panel = 0; panel < Panels(kColumns); ++panel) {
-      ptx::cp_async_bulk_tensor_4d_store(
-          &map, 64 * panel, control.task.kv_head, control.task.first_key, control.task.batch, tile + panel * PanelBytes(kKeys));
+      ptx::cp_async_bulk_tensor_4d_store(&map,
+                                         64 * panel,
+                                         control.task.kv_head,
+                                         control.task.first_key,
+                                         control.task.batch,
+                                         tile + panel * PanelBytes(kKeys));
+    }
+  }
+
+  // A consumer alone.
+  template <int32_t kColumns, int32_t kCount>
+  __device__ __forceinline__ void StageAndStore(const TensorMap& map,
+                                                unsigned char* tile,
+                                                const float (&x)[kCount],
+                                                uint32_t consumer) const {
+    const uint32_t thread = ptx::tid_x() % kGroupThreads;
+    Stage(tile, x, thread);
+    ptx::fence_proxy_async();
+    SyncConsumer(consumer);
+    if (thread == 0) {
+      StoreTile<kColumns>(map, tile);
+      ptx::cp_async_bulk_commit_group();
+      ptx::cp_async_bulk_wait_group_read<0>();
     }
   }
 
@@ -772,13 +936,19 @@ struct Backward {
         self.Load();
       } else if (warp == 1) {
         self.Scan();
-      } else if (kBackwardAddsInBulk) {
+      } else if (Variant::kAddsInBulk) {
         self.Add(warp - 2);
       }
     } else {
       ptx::setmaxnreg_inc<Variant::kConsumerRegisters>();
       // Where their parts of dQ are of different widths, each has code of its own.
-      if (!Variant::kIsUneven) {
+      if constexpr (!Variant::kSharesKeys) {
+        if (group == 0) {
+          self.ConsumeForValue();
+        } else {
+          self.ConsumeForKey();
+        }
+      } else if (!Variant::kIsUneven) {
         self.Consume(group);
       } else if (group == 0) {
         self.Consume(0);
@@ -794,20 +964,21 @@ struct Backward {
 using namespace jax_fa4;
 
 #define BACKWARD(Element, shape, width_name, kind, Kind)                                         \
-  extern "C" __global__ void                                                                     \
-      __launch_bounds__(sm90::BackwardThreads(sm90::kBackwardShapes[shape]), 1)                  \
-          backward_##Element##_##width_name##_##kind(const __grid_constant__ BackwardParameters p) { \
+  extern "C" __global__ void __launch_bounds__(                                                  \
+      sm90::BackwardThreads(sm90::kBackwardShapes[shape]), 1)                                    \
+      backward_##Element##_##width_name##_##kind(const __grid_constant__ BackwardParameters p) { \
     sm90::Backward<sm90::BackwardVariant<ptx::Element, shape, BackwardKind::Kind>>::Run(p);      \
   }
-#define BACKWARD_KINDS(Element, shape, width_name)       \
+#define BACKWARD_KINDS(Element, shape, width_name)      \
   BACKWARD(Element, shape, width_name, full, kFull)     \
   BACKWARD(Element, shape, width_name, bounds, kBounds) \
   BACKWARD(Element, shape, width_name, softcap, kSoftcap)
-#define BACKWARD_WIDTHS(Element)  \
-  BACKWARD_KINDS(Element, 0, 64)  \
-  BACKWARD_KINDS(Element, 1, 96)  \
-  BACKWARD_KINDS(Element, 2, 128) \
-  BACKWARD_KINDS(Element, 3, 192_128)
+#define BACKWARD_WIDTHS(Element)      \
+  BACKWARD_KINDS(Element, 0, 64)      \
+  BACKWARD_KINDS(Element, 1, 96)      \
+  BACKWARD_KINDS(Element, 2, 128)     \
+  BACKWARD_KINDS(Element, 3, 192_128) \
+  BACKWARD_KINDS(Element, 4, 256)
 
 BACKWARD_WIDTHS(float16)
 BACKWARD_WIDTHS(bfloat16)

@@ -22,20 +22,31 @@ struct BackwardShape {
 inline constexpr BackwardShape kBackwardShapes[] = {{64, 64, 128, 128, 2},
                                                     {96, 96, 64, 128, 2},
                                                     {128, 128, 64, 128, 2},
-                                                    {192, 128, 64, 128, 1}};
+                                                    {192, 128, 64, 128, 1},
+                                                    {256, 256, 64, 64, 1}};
 
 inline constexpr int32_t kBackwardConsumers = 2;  // warpgroups that compute
 inline constexpr int32_t kBackwardStages = 2;     // of Q and dO
 
-// Whether the copy engine adds to sums of dquery, from shared memory; or the threads themselves.
+// Whether each warpgroup has keys of its own. In the widest heads there are no registers for both
+// dK and dV: one warpgroup has the one, of all keys of the CTA, the other the other.
+JAX_FA4_HOST_DEVICE constexpr bool SharesKeys(const BackwardShape& shape) {
+  return shape.key_block == kBackwardConsumers * 64;
+}
+
+// Whether the copy engine adds to sums of dquery, from shared memory; or the threads themselves, as
+// they do in any case where there is no room for that.
 inline constexpr bool kBackwardAddsInBulk = true;
+JAX_FA4_HOST_DEVICE constexpr bool BackwardAddsInBulk(const BackwardShape& shape) {
+  return kBackwardAddsInBulk && SharesKeys(shape);
+}
 
 JAX_FA4_HOST_DEVICE constexpr int32_t BackwardThreads(const BackwardShape&) {
   return (1 + kBackwardConsumers) * kGroupThreads;
 }
 
 // Shared memory of a CTA, in this order: barriers and notes; what there is of single rows; K; V; Q
-// and dO by stage; dS by stage; parts of dquery.
+// and dO by stage; dS by stage; parts of dquery, or what warpgroups exchange.
 inline constexpr uint32_t kBackwardControlBytes = 512;
 
 JAX_FA4_HOST_DEVICE constexpr uint32_t BackwardRowBytes(const BackwardShape& shape) {
@@ -52,13 +63,17 @@ JAX_FA4_HOST_DEVICE constexpr uint32_t BackwardStageBytes(const BackwardShape& s
   return TileBytes(shape.row_block, shape.width) + TileBytes(shape.row_block, shape.value_width);
 }
 JAX_FA4_HOST_DEVICE constexpr uint32_t BackwardSumBytes(const BackwardShape& shape) {
-  return kBackwardAddsInBulk ? shape.row_block * shape.width * 4 : 0;
+  return BackwardAddsInBulk(shape) ? shape.row_block * shape.width * 4 : 0;
+}
+// What one warpgroup tells the other of weights, as float32.
+JAX_FA4_HOST_DEVICE constexpr uint32_t BackwardExchangeBytes(const BackwardShape& shape) {
+  return SharesKeys(shape) ? 0 : shape.row_block * shape.key_block * 4;
 }
 JAX_FA4_HOST_DEVICE constexpr uint32_t BackwardSharedBytes(const BackwardShape& shape) {
   return BackwardHeaderBytes(shape) + BackwardKeyBytes(shape) +
          kBackwardStages * BackwardStageBytes(shape) +
          shape.weight_stages * TileBytes(shape.row_block, shape.key_block) +
-         BackwardSumBytes(shape);
+         BackwardSumBytes(shape) + BackwardExchangeBytes(shape);
 }
 
 }  // namespace jax_fa4::sm90

@@ -17,8 +17,8 @@ struct BackwardScale {
   __device__ __forceinline__ BackwardScale(float scale, float softcap)
       : scale_log2((softcap != 0 ? softcap / LogitScale::kCapped : scale) * kLog2E),
         // Infinite, it would make NaN of products of 0.
-        into_cap(copysignf(ptx::min_nan_f32(fabsf(scale) / softcap * (2 * kLog2E), kLargest),
-                           scale)) {}
+        into_cap(
+            copysignf(ptx::min_nan_f32(fabsf(scale) / softcap * (2 * kLog2E), kLargest), scale)) {}
 };
 
 struct CappedWithSlope {

@@ -71,6 +71,11 @@ struct BackwardControl {
 __device__ __forceinline__ void SyncConsumers() {
   ptx::bar_sync(1, kBackwardConsumers * kGroupThreads);
 }
+// Where they have the same keys, the first hands on weights to the second.
+struct WeightsHandedOn {
+  static __device__ __forceinline__ void Wait() { ptx::bar_sync(4, 2 * kGroupThreads); }
+  static __device__ __forceinline__ void Arrive() { ptx::bar_arrive(4, 2 * kGroupThreads); }
+};
 // The threads of a consumer.
 __device__ __forceinline__ void SyncConsumer(uint32_t consumer) {
   ptx::bar_sync(2 + consumer, kGroupThreads);
@@ -120,6 +125,9 @@ struct BackwardMemory {
   // A consumer's part of dQ.
   __device__ __forceinline__ unsigned char* Sum(uint32_t consumer) const {
     return Weights(kShape.weight_stages) + consumer * kSumBytes;
+  }
+  __device__ __forceinline__ float4* Exchange() const {
+    return reinterpret_cast<float4*>(Weights(kShape.weight_stages));
   }
   static constexpr uint32_t kSumBytes = 64 * 4 * (64 + Variant::kRestColumns);
 };

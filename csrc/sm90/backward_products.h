@@ -19,7 +19,7 @@ class BackwardProducts {
   static constexpr int32_t kWidth = Variant::kWidth, kValueWidth = Variant::kValueWidth;
   static constexpr int32_t kPartRows = Variant::kPartRows, kPieceRows = Variant::kPieceRows;
   static constexpr int32_t kStep = 16;
-  using Logits = float[kPartRows / 2];                  // S^T and dP^T, keys by rows
+  using Logits = float[kPartRows / 2];                           // S^T and dP^T, keys by rows
   using Weights = uint32_t[kRows / kPieceRows][kPieceRows / 4];  // P^T and dS^T
   using KeySum = float[kWidth / 2];
   using ValueSum = float[kValueWidth / 2];
@@ -33,15 +33,15 @@ class BackwardProducts {
                                               const void* weights)
       : consumer_(consumer),
         all_keys_(Descriptor(key, kKeys)),
-        key_(all_keys_ + consumer * (PanelBytes(Variant::kGroupKeys) / 16)),
-        value_(Descriptor(value, kKeys) + consumer * (PanelBytes(Variant::kGroupKeys) / 16)),
+        key_(all_keys_ + FirstKey(consumer)),
+        value_(Descriptor(value, kKeys) + FirstKey(consumer)),
         query_(Descriptor(query, kRows)),
         dout_(Descriptor(dout, kRows)),
         weights_(Descriptor(weights, kRows)) {}
 
-  // The same products, if `zero` is 0. Where that is new in each turn of a loop, the compiler cannot
-  // keep the descriptors of all steps across turns, for which there are no registers. The latter is
-  // for WeightKey alone.
+  // The same products, if `zero` is 0. Where that is new in each turn of a loop, the compiler
+  // cannot keep the descriptors of all steps across turns, for which there are no registers. The
+  // latter is for WeightKey alone.
   __device__ __forceinline__ BackwardProducts Anew(uint32_t zero) const {
     BackwardProducts products = *this;
     products.key_ += zero;
@@ -88,9 +88,8 @@ class BackwardProducts {
   __device__ __forceinline__ void WeightKey(float (&sum)[kCount],
                                             uint32_t weight_stage,
                                             uint32_t column) const {
-    const uint64_t weights =
-        weights_ + weight_stage * (TileBytes(kRows, kKeys) / 16) +
-        (Variant::kSharesRows ? consumer_ * (PanelBytes(64) / 16) : 0);
+    const uint64_t weights = weights_ + weight_stage * (TileBytes(kRows, kKeys) / 16) +
+                             (Variant::kSharesRows ? consumer_ * (PanelBytes(64) / 16) : 0);
     const uint64_t key = all_keys_ + ColumnOffset(kKeys, column) / 16;
     Step<false>(sum, weights, key);
 #pragma unroll
@@ -138,6 +137,9 @@ class BackwardProducts {
         sum, weights + ColumnOffset(kRows, i) / 16, key + PanelBytes(i) / 16);
   }
 
+  static __device__ __forceinline__ uint32_t FirstKey(uint32_t consumer) {
+    return Variant::kSharesKeys ? consumer * (PanelBytes(Variant::kGroupKeys) / 16) : 0;
+  }
   // Panels follow each other where rows of the tile are summed over.
   static __device__ __forceinline__ uint64_t Descriptor(const void* tile, int32_t rows) {
     return ptx::wgmma_matrix_descriptor(Uniform(SharedAddress(tile)), PanelBytes(rows));

@@ -17,21 +17,24 @@ struct BackwardVariant {
   static constexpr int32_t kWidth = kShape.width, kValueWidth = kShape.value_width;
   static constexpr int32_t kConsumers = kBackwardConsumers, kStages = kBackwardStages;
   static constexpr int32_t kGroupKeys = 64;  // of a warpgroup
-  static_assert(kConsumers * kGroupKeys == kKeys);
+  static constexpr bool kSharesKeys = SharesKeys(kShape), kAddsInBulk = BackwardAddsInBulk(kShape);
+  static_assert(kKeys == (kSharesKeys ? kConsumers : 1) * kGroupKeys);
   static_assert(BackwardSharedBytes(kShape) <= kMostSharedBytes);
 
   // Rows whose S and dP a thread holds at a time: all, unless there is no room for them beside dK
   // and dV, or beside the weights of all of them.
   static constexpr int32_t kPartRows =
-      kWidth + kValueWidth > 256 || (kRows > 64 && kKind == BackwardKind::kSoftcap) ? kRows / 2
-                                                                                    : kRows;
+      (kSharesKeys && kWidth + kValueWidth > 256) || (kRows > 64 && kKind == BackwardKind::kSoftcap)
+          ? kRows / 2
+          : kRows;
   static constexpr int32_t kParts = kRows / kPartRows;
   // Rows whose weights a thread packs, and has multiplied, at a time.
   static constexpr int32_t kPieceRows = kPartRows < 64 ? kPartRows : 64;
   static constexpr int32_t kPieces = kPartRows / kPieceRows;
 
   // The warpgroups share the block's dQ: each takes 64 rows of it, or else 64 columns and, of what
-  // is left behind these, an equal part; of 96 the first takes 64 and the second 32.
+  // is left behind these, an equal part; of 96 the first takes 64 and the second 32. (Without keys
+  // of its own, each takes half of the columns.)
   static constexpr bool kSharesRows = kRows == kConsumers * 64;
   static constexpr int32_t kSharedColumns = kWidth - kConsumers * 64;
   static constexpr int32_t kRestColumns =
@@ -39,8 +42,8 @@ struct BackwardVariant {
   static constexpr bool kIsUneven = !kSharesRows && kSharedColumns < 0;
   static constexpr int32_t kFewerColumns = kIsUneven ? kWidth - 64 : 64;  // of the second
 
-  // Whether the product dP runs beside the computation of weights. Under a cap this has no registers
-  // to spare.
+  // Whether the product dP runs beside the computation of weights. Under a cap this has no
+  // registers to spare.
   static constexpr bool kDoutIsEarly = kKind != BackwardKind::kSoftcap;
 
   static constexpr uint32_t kProducerRegisters = 24, kConsumerRegisters = 240;
