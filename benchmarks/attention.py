@@ -73,6 +73,7 @@ class Column:
       program: None when there is nothing to run, with the reason.
       reason: why not, or None.
       error: the share of the allowed error that its results have.
+      temporary_bytes: memory that one call holds besides operands and results.
       seconds: times of one call.
       spent: seconds that timing took.
     """
@@ -82,6 +83,7 @@ class Column:
     program: Program | None = None
     reason: str | None = None
     error: float | None = None
+    temporary_bytes: int | None = None
     seconds: list[float] = dataclasses.field(default_factory=list)
     spent: float = 0.0
 
@@ -146,6 +148,17 @@ class Report:
                         logs.append(math.log(seconds[self.base] / seconds[name]))
                 cells.append(f"{geometric_mean(logs):>8} {f'({len(logs)})':>5}")
             lines.append(f"{'geometric mean of ratios (of rows)':34} {work:16} " + " ".join(cells))
+        return lines
+
+    def memory(self) -> list[str]:
+        """MiB that forward+backward holds besides operands and results, a line for each workload."""
+        lines = []
+        for workload, _, columns in self.rows:
+            found = {one.contender: one.temporary_bytes for one in columns if one.work == BOTH and one.seconds}
+            cells = [
+                f"{(found[name] or 0) / 2**20:14.0f}" if name in found else f"{'-':>14}" for name in self.contenders
+            ]
+            lines.append(f"{workload.name:34} {'temporaries, MiB':16} " + " ".join(cells))
         return lines
 
     def reasons(self) -> list[str]:
@@ -224,7 +237,10 @@ def build(contender: Contender, work: str, call: Call, inputs: Sequence[Inputs])
             function = contender.bind(call)
             program = in_order((without_gradient if work == FORWARD else with_gradient)(function))
             lowered = jax.jit(program).lower(inputs, call.arrays)
-        column.program = lowered.compile()
+        compiled = lowered.compile()
+        column.program = compiled
+        memory = compiled.memory_analysis()
+        column.temporary_bytes = None if memory is None else memory.temp_size_in_bytes
     except Exception as error:  # Whatever another library raises is the reason of a dash.
         column.fail(error)
     return column
@@ -336,7 +352,7 @@ def compare(workloads: Sequence[Workload], contenders: Sequence[Contender], end:
         operations, columns = measure(workload, contenders, now + (end - now) / (len(workloads) - i))
         report.rows.append((workload, operations, columns))
         print("\n".join(report.lines(workload, operations, columns)), flush=True)
-    print("\n".join(report.means()), flush=True)
+    print("\n".join([*report.means(), *report.memory()]), flush=True)
     if reasons := report.reasons():
         print("\n".join(["dashes:", *reasons]), flush=True)
     return report

@@ -18,6 +18,7 @@ from cases import CASES, Case, Sizes
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import attention as benchmark
 import contenders
+import layer
 import workload
 
 SMALL = Sizes(2, 30, 40, 4, 2, 8, 8)
@@ -199,6 +200,7 @@ def test_the_whole_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert all(column["seconds"] and 0 < column["error"] <= 1 for column in timed)
     assert "S=256 bfloat16 causal" in printed
     assert "geometric mean" in printed
+    assert re.search(r"temporaries, MiB +\d+ +\d+ +-\n", printed)
     if jax.default_backend() != "gpu":
         assert "FA3: needs an NVIDIA GPU" in printed
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
@@ -218,3 +220,22 @@ def test_a_launch_is_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     printed = capsys.readouterr().out
     assert re.search(r"cudnn( +\d+\.\d\d +1\.00){3}\n", printed)
     assert re.search(r"other( +\d+\.\d\d +2\.00){3}\n", printed)
+
+
+def test_a_layer_is_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(layer, "MODEL", 64)
+    monkeypatch.setattr(layer, "INSIDE", 128)
+    monkeypatch.setattr(sys, "argv", ["layer.py", "--length", "64", "--batch", "1", "--rounds", "2"])
+    layer.main()
+    assert re.search(r"jax_fa4 \w+ +\d+\.\d\d ms +ratio \d\.\d{3} +temporaries \d+ MiB", capsys.readouterr().out)
+
+
+def test_a_wrong_layer_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer, "MODEL", 64)
+    monkeypatch.setattr(layer, "INSIDE", 128)
+    monkeypatch.setattr(
+        layer, "attentions", lambda: {"right": jax.nn.dot_product_attention, "wrong": lambda q, k, v: q}
+    )
+    monkeypatch.setattr(sys, "argv", ["layer.py", "--length", "64", "--batch", "1", "--rounds", "1"])
+    with pytest.raises(AssertionError, match="wrong"):
+        layer.main()
