@@ -80,6 +80,8 @@ class Queue {
 // How many groups of asynchronous operations a thread may have committed and not waited for, before
 // the oldest are counted as one.
 inline constexpr size_t kMaxGroups = 1024;
+// The same of bulk groups, of which a wait looks at each.
+inline constexpr size_t kMaxBulkGroups = 64;
 
 // Lanes of a warp that are at the same instruction.
 struct Group {
