@@ -523,6 +523,33 @@ def test_bulk_groups() -> None:
         np.testing.assert_array_equal(out, 10 * np.arange(12)[:, None] + np.arange(4))
 
 
+@pytest.mark.parametrize("read_first", [False, True])
+@pytest.mark.parametrize("waits", [False, True])
+def test_bulk_groups_are_waited_for_in_two_steps(read_first: bool, waits: bool) -> None:
+    """Who has waited until sources are read can wait for the writes after that, as it has to."""
+    kernel = cuda_kernel(
+        """
+    extern "C" __global__ void k(u32* out, u32* seen) {
+      __shared__ alignas(128) u32 x[4];
+      if (threadIdx.x == 0) {
+        for (int j = 0; j < 4; ++j) x[j] = 10 + j;
+        ProxyFence();
+        Store(out, x, 16); Commit();
+        READ_FIRST
+        WAITS
+      }
+      __syncthreads();
+      if (threadIdx.x >= 32 && threadIdx.x < 36) seen[threadIdx.x - 32] = out[threadIdx.x - 32];
+    }""".replace("READ_FIRST", "WaitRead();" if read_first else "").replace("WAITS", "WaitAll();" if waits else "")
+    )
+    reports = []
+    for seed in range(10):
+        out, seen = np.zeros((2, 4), np.uint32)
+        reports += launch(kernel, out, seen, threads=64, seed=seed).reports
+        assert not waits or (seen == 10 + np.arange(4)).all()
+    assert bool(reports) == (not waits)
+
+
 BULK_REDUCTIONS: dict[str, tuple[Any, Callable[..., Any]]] = {
     "add.f32": (np.float32, np.add),
     "add.f64": (np.float64, np.add),

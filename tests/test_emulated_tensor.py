@@ -5,6 +5,7 @@ Products are of small integers, so that every order of additions gives the same;
 
 from __future__ import annotations
 
+import re
 from fractions import Fraction
 from typing import Any
 
@@ -442,6 +443,190 @@ def test_allocation_waits_for_columns() -> None:
         out = np.zeros((128, 8), np.uint32)
         check_launch(kernel, out, threads=128, seed=seed)
         np.testing.assert_array_equal(out, 3 * (np.arange(128)[:, None] * 100 + np.arange(8)) + 3)
+
+
+PAIR = (
+    TCGEN05
+    + """
+FN void AllocatePair(u32* to, u32 columns) {
+  asm volatile("tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [%0], %1;"
+      :: "r"(Shared(to)), "r"(columns) : "memory");
+  __syncwarp();
+}
+FN void FreePair(u32 at, u32 columns) {
+  asm volatile("tcgen05.dealloc.cta_group::2.sync.aligned.b32 %0, %1;" :: "r"(at), "r"(columns) : "memory");
+  __syncwarp();
+}
+FN void RelinquishPair() { asm volatile("tcgen05.relinquish_alloc_permit.cta_group::2.sync.aligned;" ::: "memory"); }
+FN void Linger() { for (int i = 0; i < 100; ++i) asm volatile("nanosleep.u32 1;" ::: "memory"); }
+"""
+)
+
+
+def pair_kernel(body: str) -> Kernel:
+    """A kernel of one argument, with `cta`, `warp` and a slot for each warp's address of tensor memory."""
+    return cuda_kernel(f"""{PAIR}
+    extern "C" __global__ void k(u32* out) {{
+      __shared__ u32 slots[4];
+      u32 t = threadIdx.x, warp = t / 32, cta = blockIdx.x, *slot = &slots[warp];
+      {body}
+    }}""")
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_pairs_allocate_together(late: int) -> None:
+    """A product may follow the allocation at once, even if the peer CTA has come to its own late."""
+    kernel = pair_kernel(f"""
+      alignas(1024) __shared__ u32 operands[1024];
+      __shared__ u64 done;
+      for (u32 i = t; i < 1024; i += 128) operands[i] = 0;
+      ProxyFence();
+      if (t == 0) {{ Init(&done, 1); InitFence(); }}
+      ClusterSync();
+      if (warp == 0) {{
+        if (cta == {late}) Linger();
+        AllocatePair(slot, 64);
+      }}
+      if (t == 0 && cta == 0) {{
+        u64 descriptor = 1ull << 46 | 8ull << 16 | 16ull << 32 | (Shared(operands) & 0x3ffff) >> 4;
+        asm volatile("{{ .reg .pred p; setp.ne.u32 p, 0, 0;\\n"
+                     "tcgen05.mma.cta_group::2.kind::f16 [%0], %1, %1, %2, p; }}"
+                     :: "r"(slots[0]), "l"(descriptor), "r"(1 << 4 | 32 >> 3 << 17 | 256 >> 4 << 24) : "memory");
+        asm volatile("tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 "
+                     "[%0], %1;" :: "r"(Shared(&done)), "h"((short)3) : "memory");
+      }}
+      __syncthreads();
+      Wait(&done, 0);
+      After();
+      for (u32 c = 0; c < 32; c += 8) {{
+        u32 x[8];
+        Load8(slots[0] + (warp * 32 << 16) + c, x);
+        for (int i = 0; i < 8; ++i) out[(cta * 128 + t) * 32 + c + i] = x[i];
+      }}
+      Before();
+      ClusterSync();
+      After();
+      if (warp == 0) {{ RelinquishPair(); FreePair(*slot, 64); }}""")
+    for seed in range(10):
+        out = np.ones((256, 32), np.uint32)
+        check_launch(kernel, out, threads=128, ctas=2, cluster=2, seed=seed)
+        np.testing.assert_array_equal(out, 0)
+
+
+def test_pairs_have_the_same_columns() -> None:
+    """Even where one CTA has others free than the other."""
+    kernel = pair_kernel("""
+      AllocatePair(slot, 64);
+      u32 a = *slot;
+      AllocatePair(slot, 64);
+      u32 b = *slot;
+      FreePair(cta ? a : b, 64);
+      AllocatePair(slot, 64);
+      out[cta * 32 + t] = *slot;
+      FreePair(cta ? b : a, 64);
+      FreePair(*slot, 64);""")
+    for seed in range(10):
+        out = np.zeros((2, 32), np.uint32)
+        check_launch(kernel, out, ctas=2, cluster=2, seed=seed)
+        np.testing.assert_array_equal(out, 128)
+
+
+def test_pairs_wait_for_columns() -> None:
+    """Four warps of each CTA want half of the columns, and hold them one at a time, so that any of them may meet."""
+    kernel = pair_kernel("""
+      for (u32 round = 0; round < 3; ++round) {
+        AllocatePair(slot, 256);
+        u32 at = *slot + (warp * 32 << 16), x[8];
+        for (u32 i = 0; i < 8; ++i) x[i] = (cta * 128 + t) * 100 + i + round;
+        Store8(at + 248, x);
+        if (warp == 2 * cta) Linger();
+        Load8(at + 248, x);
+        for (u32 i = 0; i < 8; ++i) out[(cta * 128 + t) * 8 + i] += x[i];
+        FreePair(*slot, 256);
+      }""")
+    for seed in range(10):
+        out = np.zeros((256, 8), np.uint32)
+        check_launch(kernel, out, threads=128, ctas=2, cluster=2, seed=seed)
+        np.testing.assert_array_equal(out, 3 * (np.arange(256)[:, None] * 100 + np.arange(8)) + 3)
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "message"),
+    [
+        (
+            "AllocatePair(slot, cta ? 64 : 32); FreePair(*slot, cta ? 64 : 32);",
+            "misuse",
+            r"tcgen05\.alloc\.cta_group::2 is of (32 columns here, but of 64|64 columns here, but of 32) in the peer",
+        ),
+        (
+            "AllocatePair(slot, 64); FreePair(*slot, cta ? 64 : 32);",
+            "misuse",
+            r"tcgen05\.dealloc\.cta_group::2 is of (32 columns here, but of 64|64 columns here, but of 32) in the peer",
+        ),
+        (
+            "if (cta == 0) { AllocatePair(slot, 64); FreePair(*slot, 64); }",
+            "deadlock",
+            r"wait for a warp of the peer CTA to execute tcgen05\.alloc\.cta_group::2, too",
+        ),
+        (
+            "AllocatePair(slot, 64); if (cta == 0) FreePair(*slot, 64);",
+            "deadlock",
+            r"wait for a warp of the peer CTA to execute tcgen05\.dealloc\.cta_group::2, too",
+        ),
+        (
+            "AllocatePair(slot, 64); FreePair(*slot, 64); if (cta == 0) RelinquishPair();",
+            "deadlock",
+            r"wait for a warp of the peer CTA to execute tcgen05\.relinquish_alloc_permit\.cta_group::2, too",
+        ),
+        (
+            "if (cta == 0) RelinquishPair(); else AllocatePair(slot, 64);",
+            "deadlock",
+            r"wait for a warp of the peer CTA to execute tcgen05\.alloc\.cta_group::2, too",
+        ),
+        (
+            "RelinquishPair(); AllocatePair(slot, 64);",
+            "misuse",
+            r"tcgen05\.alloc after tcgen05\.relinquish_alloc_permit",
+        ),
+        (
+            "AllocatePair(slot, 512); AllocatePair(slot, 32);",
+            "deadlock",
+            "wait for 32 columns of tensor memory in both CTAs of a pair",
+        ),
+        (
+            """u32 to = Map(Shared(&slots[1]), 1);
+            if (cta == 0) asm volatile("st.shared::cluster.u32 [%0], 7;" :: "r"(to) : "memory");
+            AllocatePair(slot, 64); FreePair(*slot, 64); RelinquishPair();
+            if (cta == 1) out[t] = slots[1];""",
+            "race",
+            "nothing orders two accesses of shared memory",
+        ),
+    ],
+    ids=[
+        "columns of alloc",
+        "columns of dealloc",
+        "alloc of one",
+        "dealloc of one",
+        "relinquish of one",
+        "relinquish of the peer",
+        "alloc after relinquish",
+        "room",
+        "order",
+    ],
+)
+def test_pairs_that_do_not_allocate_together(body: str, kind: str, message: str) -> None:
+    kernel = pair_kernel(body)
+    for seed in range(10):
+        reports = launch(kernel, np.zeros(64, np.uint32), ctas=2, cluster=2, seed=seed).reports
+        assert any(report.kind == kind and re.search(message, str(report)) for report in reports), reports
+
+
+@pytest.mark.parametrize("ctas", [1, 3])
+def test_pairs_need_two_ctas(ctas: int) -> None:
+    kernel = pair_kernel("AllocatePair(slot, 64); FreePair(*slot, 64);")
+    (report,) = launch(kernel, np.zeros(1, np.uint32), ctas=ctas, cluster=ctas).reports
+    assert report.kind == "misuse"
+    assert "tcgen05.alloc.cta_group::2 needs a cluster of two CTAs" in report.message
 
 
 # ---- wgmma

@@ -575,7 +575,7 @@ Outcome CommitBulkGroup(Context& context, const Inst&) {
     if (!(context.mask >> lane & 1)) continue;
     auto& groups = context.warp.bulk_groups[lane];
     // A kernel may commit for ever and never wait. What nothing is pending of joins the next group.
-    if (groups.size() >= kMaxGroups && groups[0]->pending == 0) {
+    if (groups.size() >= kMaxBulkGroups && groups[0]->pending == 0) {
       groups[1]->read_clock.Join(groups[0]->read_clock);
       groups[1]->clock.Join(groups[0]->clock);
       groups[1]->unwaited = std::max(groups[1]->unwaited, groups[0]->unwaited);
@@ -617,9 +617,9 @@ Outcome WaitBulkGroup(Context& context, const Inst& inst) {
           group.unwaited = -1;
         }
       }
-      if (pass == 1) {
-        for (int64_t i = 0; i < committed - inst.immediate[0] && groups.front()->pending == 0; ++i)
-          groups.pop_front();
+      // Who has waited for reads alone may wait for the writes yet.
+      if (pass == 1 && !only_read) {
+        for (int64_t i = 0; i < committed - inst.immediate[0]; ++i) groups.pop_front();
       }
     }
   }

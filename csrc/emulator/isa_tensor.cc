@@ -4,6 +4,7 @@
 
 #include <bit>
 #include <cstring>
+#include <optional>
 
 #include "csrc/emulator/machine.h"
 #include "csrc/emulator/tensor_core.h"
@@ -28,13 +29,116 @@ Outcome WaitForPipe(Context& context) {
   return context.machine.BlockedOn("tensor pipe", &context.cta.tensor_pipe, {});
 }
 
-// An instruction that a whole warp executes together.
 // ---- Allocation
 
-std::string WaitsForColumns(Context& context, const Inst& inst) {
+// Instructions that with .cta_group::2 are issued by a warp of each CTA of a pair, which perform
+// them together (9.7.16.5). mode[0]: CTA group; mode[1]: which one.
+enum PairOperation : uint32_t { kAllocate, kDeallocate, kRelinquish };
+
+std::string NameOf(const Inst& inst) {
+  static constexpr const char* kNames[] = {"alloc", "dealloc", "relinquish_alloc_permit"};
+  return std::string("tcgen05.") + kNames[inst.mode[1]] +
+         ".cta_group::" + std::to_string(inst.mode[0]);
+}
+
+// The other CTA of the pair, or null.
+Cta* PeerOf(const Cta& cta) {
+  const uint32_t rank = cta.rank ^ 1;
+  return rank < cta.cluster->ctas.size() ? cta.cluster->ctas[rank].get() : nullptr;
+}
+
+// What an instruction waits for, as the trace knows it: that of a pair is one object for both.
+const void* ObjectOf(const Cta& cta, uint32_t group, uint32_t operation) {
+  const Cta& owner = group == 2 ? *cta.cluster->ctas[cta.rank & ~1u] : cta;
+  if (operation == kAllocate) return &owner.tensor_columns;
+  return &owner.pair_requests[operation];
+}
+
+Outcome WaitForTensorMemory(Context& context, const void* object, uint32_t columns) {
+  return context.machine.BlockedOn("tensor memory", object, {{"columns", columns}});
+}
+
+std::string WaitsForTensorMemory(Context& context, const Inst& inst) {
+  if (!WholeWarp(context)) return WaitsForWarp(context, inst);
   const int lane = std::countr_zero(context.mask);
-  return "wait for " + std::to_string(LaneValue(context, inst.source[1], lane)) +
-         " columns of tensor memory";
+  if (inst.mode[0] == 1) {
+    return "wait for " + std::to_string(LaneValue(context, inst.source[1], lane)) +
+           " columns of tensor memory";
+  }
+  if (!context.group.arrived)
+    return "wait for another warp of their CTA that executes " + NameOf(inst);
+  const PairRequest& own = context.cta.pair_requests[inst.mode[1]];
+  const PairRequest& other = PeerOf(context.cta)->pair_requests[inst.mode[1]];
+  if (!other.open || other.done)
+    return "wait for a warp of the peer CTA to execute " + NameOf(inst) + ", too";
+  return "wait for " + std::to_string(own.columns) +
+         " columns of tensor memory in both CTAs of a pair";
+}
+
+// Does what a warp and one of the peer CTA have come to do: `perform` does it for both, once, or
+// returns false as long as it cannot. Neither goes on before that: the PTX ISA lets all three of
+// these instructions block until then. It does not say that one warp learns what the other did.
+// Where several warps of a CTA come, the next one waits until the one before has gone on.
+template <typename Perform>
+Outcome Collectively(Context& context, const Inst& inst, uint32_t columns, Perform perform) {
+  Machine& machine = context.machine;
+  const int lane = std::countr_zero(context.mask);
+  Cta* const peer = PeerOf(context.cta);
+  if (peer == nullptr) {
+    machine.Misuse(context, lane, NameOf(inst) + " needs a cluster of two CTAs.");
+    return Outcome::kMoved;
+  }
+  PairRequest& own = context.cta.pair_requests[inst.mode[1]];
+  PairRequest& other = peer->pair_requests[inst.mode[1]];
+  const void* const object = ObjectOf(context.cta, 2, inst.mode[1]);
+  if (!context.group.arrived) {
+    if (own.open) return WaitForTensorMemory(context, &own.done, columns);
+    own = {.open = true, .columns = columns, .by = machine.AccessOf(context, lane)};
+    context.group.arrived = true;
+  }
+  if (!own.done) {
+    if (!other.open || other.done) return WaitForTensorMemory(context, object, columns);
+    if (own.columns != other.columns) {
+      machine.Misuse(context,
+                     lane,
+                     NameOf(inst) + " is of " + std::to_string(own.columns) +
+                         " columns here, but of " + std::to_string(other.columns) +
+                         " in the peer CTA, at line " +
+                         std::to_string(machine.PlaceOf(other.by.instruction).ptx_line) + ".");
+      return Outcome::kMoved;
+    }
+    if (!perform(own, *peer, other)) return WaitForTensorMemory(context, object, columns);
+    own.done = other.done = true;
+    machine.Signal("tensor memory", object, {{"columns", columns}}, true);
+  }
+  own.open = false;
+  context.group.arrived = false;
+  machine.Signal("tensor memory", &own.done, {{"columns", columns}}, true);
+  machine.Wake(context.cta);
+  return Outcome::kNext;
+}
+
+// Where so many columns are free in both CTAs, which may be the same.
+std::optional<uint32_t> FindColumns(const Cta& cta, const Cta& other, uint32_t columns) {
+  uint32_t run = 0;
+  for (uint32_t i = 0; i < cta.tensor_columns.size(); ++i) {
+    run = cta.tensor_columns[i] || other.tensor_columns[i] ? 0 : run + 1;
+    if (run == columns / kColumnGroup) return (i + 1) * kColumnGroup - columns;
+  }
+  return std::nullopt;
+}
+
+void TakeColumns(Machine& machine, Cta& cta, uint32_t first, uint32_t columns, const Access& by) {
+  if (cta.tensor.empty()) {
+    cta.tensor.assign(kTensorLanes * kTensorColumns,
+                      0x7fbadbad);  // NaN: what a kernel must not rely on
+    cta.tensor_shadow =
+        Shadow(machine.options().check_races ? kTensorLanes * kTensorColumns / 8 : 0);
+  }
+  for (uint32_t i = first / kColumnGroup; i < (first + columns) / kColumnGroup; ++i) {
+    cta.tensor_columns[i] = true;
+    cta.tensor_owners[i] = by;
+  }
 }
 
 Outcome Allocate(Context& context, const Inst& inst) {
@@ -50,31 +154,29 @@ Outcome Allocate(Context& context, const Inst& inst) {
     return Outcome::kMoved;
   }
   Cta& cta = context.cta;
-  if (!cta.may_allocate) {
+  if (!cta.may_allocate && !context.group.arrived) {
     machine.Misuse(context, lane, "tcgen05.alloc after tcgen05.relinquish_alloc_permit.");
     return Outcome::kMoved;
   }
-  const uint32_t groups = columns / kColumnGroup;
-  uint32_t first = 0;
-  for (uint32_t run = 0; first + run < cta.tensor_columns.size();) {
-    if (cta.tensor_columns[first + run]) {
-      first += run + 1;
-      run = 0;
-    } else if (++run == groups) {
-      break;
-    }
-  }
-  if (first + groups > cta.tensor_columns.size())
-    return machine.BlockedOn("tensor memory", &cta.tensor_columns, {{"columns", columns}});
-  if (cta.tensor.empty()) {
-    cta.tensor.assign(kTensorLanes * kTensorColumns,
-                      0x7fbadbad);  // NaN: what a kernel must not rely on
-    cta.tensor_shadow =
-        Shadow(machine.options().check_races ? kTensorLanes * kTensorColumns / 8 : 0);
-  }
-  for (uint32_t i = 0; i < groups; ++i) {
-    cta.tensor_columns[first + i] = true;
-    cta.tensor_owners[first + i] = machine.AccessOf(context, lane);
+  uint32_t first;
+  if (inst.mode[0] == 2) {
+    // The same columns of both CTAs: tcgen05.mma has one address for them.
+    const Outcome outcome =
+        Collectively(context, inst, columns, [&](PairRequest& own, Cta& peer, PairRequest& other) {
+          const std::optional<uint32_t> found = FindColumns(cta, peer, columns);
+          if (!found) return false;
+          own.first = other.first = *found;
+          TakeColumns(machine, cta, *found, columns, own.by);
+          TakeColumns(machine, peer, *found, columns, other.by);
+          return true;
+        });
+    if (outcome != Outcome::kNext) return outcome;
+    first = cta.pair_requests[kAllocate].first;
+  } else {
+    const std::optional<uint32_t> found = FindColumns(cta, cta, columns);
+    if (!found) return WaitForTensorMemory(context, &cta.tensor_columns, columns);
+    first = *found;
+    TakeColumns(machine, cta, first, columns, machine.AccessOf(context, lane));
   }
   const auto to =
       static_cast<uint32_t>(LaneValue(context, inst.source[0], lane) + inst.immediate[0]);
@@ -88,11 +190,11 @@ Outcome Allocate(Context& context, const Inst& inst) {
     return Outcome::kMoved;
   }
   machine.AccessShared(context, lane, *place, 4, true);
-  const uint32_t address = first * kColumnGroup;
-  std::memcpy(place->cta->shared.data() + place->offset, &address, 4);
+  std::memcpy(place->cta->shared.data() + place->offset, &first, 4);
   return Outcome::kNext;
 }
 
+// Of a pair, each CTA's warp gives back the columns of its own.
 Outcome Deallocate(Context& context, const Inst& inst) {
   if (!WholeWarp(context)) return Outcome::kBlocked;
   const int lane = std::countr_zero(context.mask);
@@ -109,6 +211,11 @@ Outcome Deallocate(Context& context, const Inst& inst) {
                                std::to_string(address) + ", which are not allocated.");
     return Outcome::kMoved;
   }
+  if (inst.mode[0] == 2) {
+    const Outcome outcome =
+        Collectively(context, inst, columns, [](auto&, auto&, auto&) { return true; });
+    if (outcome != Outcome::kNext) return outcome;
+  }
   context.machine.CheckOwner(context.machine.AccessOf(context, lane),
                              context.machine.KnowledgeOf(context.warp, context.mask),
                              context.cta,
@@ -116,16 +223,20 @@ Outcome Deallocate(Context& context, const Inst& inst) {
                              columns);
   context.machine.ReleaseTensor(context, lane, address, columns);
   for (uint32_t i = 0; i < groups; ++i) context.cta.tensor_columns[first + i] = false;
-  context.machine.Signal(
-      "tensor memory", &context.cta.tensor_columns, {{"columns", columns}}, true);
+  context.machine.Signal("tensor memory",
+                         ObjectOf(context.cta, inst.mode[0], kAllocate),
+                         {{"columns", columns}},
+                         true);
   context.machine.Wake(context.cta);
   return Outcome::kNext;
 }
 
-Outcome Relinquish(Context& context, const Inst&) {
+// The CTA's own right ends at once, even if the warp then waits for the peer's.
+Outcome Relinquish(Context& context, const Inst& inst) {
   if (!WholeWarp(context)) return Outcome::kBlocked;
   context.cta.may_allocate = false;
-  return Outcome::kNext;
+  if (inst.mode[0] == 1) return Outcome::kNext;
+  return Collectively(context, inst, 0, [](auto&, auto&, auto&) { return true; });
 }
 
 // ---- Matrix products
@@ -729,7 +840,8 @@ bool DecodeTensor(Decoder& decoder, Parts parts) {
     if (inst.mode[1]) inst.source[1] = decoder.Source(decoder.Operand(1), 16, true);
     inst.execute = Commit;
   } else if (what == "alloc") {
-    TakeCtaGroup(decoder, parts);
+    inst.mode[0] = static_cast<uint32_t>(TakeCtaGroup(decoder, parts));
+    inst.mode[1] = kAllocate;
     if (!parts.Take("sync") || !parts.Take("aligned"))
       decoder.Fail("tcgen05.alloc is .sync.aligned.");
     parts.Take("shared::cta");
@@ -738,9 +850,10 @@ bool DecodeTensor(Decoder& decoder, Parts parts) {
     inst.source[0] = decoder.Address(decoder.Operand(0), &inst.immediate[0]);
     inst.source[1] = decoder.Source(decoder.Operand(1), 32);
     inst.execute = Allocate;
-    inst.describe_wait = WaitsForColumns;
+    inst.describe_wait = WaitsForTensorMemory;
   } else if (what == "dealloc") {
-    TakeCtaGroup(decoder, parts);
+    inst.mode[0] = static_cast<uint32_t>(TakeCtaGroup(decoder, parts));
+    inst.mode[1] = kDeallocate;
     if (!parts.Take("sync") || !parts.Take("aligned"))
       decoder.Fail("tcgen05.dealloc is .sync.aligned.");
     parts.Take("b32");
@@ -748,13 +861,14 @@ bool DecodeTensor(Decoder& decoder, Parts parts) {
     inst.source[0] = decoder.Source(decoder.Operand(0), 32);
     inst.source[1] = decoder.Source(decoder.Operand(1), 32);
     inst.execute = Deallocate;
-    inst.describe_wait = WaitsForWarp;
+    inst.describe_wait = WaitsForTensorMemory;
   } else if (what == "relinquish_alloc_permit") {
-    TakeCtaGroup(decoder, parts);
+    inst.mode[0] = static_cast<uint32_t>(TakeCtaGroup(decoder, parts));
+    inst.mode[1] = kRelinquish;
     if (!parts.Take("sync") || !parts.Take("aligned"))
       decoder.Fail("this instruction is .sync.aligned.");
     inst.execute = Relinquish;
-    inst.describe_wait = WaitsForWarp;
+    inst.describe_wait = WaitsForTensorMemory;
   } else {
     decoder.Fail("tcgen05." + std::string(what) + " is not supported.");
   }

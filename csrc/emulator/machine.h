@@ -80,6 +80,8 @@ class Queue {
 // How many groups of asynchronous operations a thread may have committed and not waited for, before
 // the oldest are counted as one.
 inline constexpr size_t kMaxGroups = 1024;
+// The same of bulk groups, of which a wait looks at each.
+inline constexpr size_t kMaxBulkGroups = 64;
 
 // Lanes of a warp that are at the same instruction.
 struct Group {
@@ -221,6 +223,15 @@ struct Operation {
 
 struct Cluster;
 
+// What a warp has come to do together with a warp of the peer CTA (.cta_group::2).
+struct PairRequest {
+  bool open = false;  // until its warp goes on
+  bool done = false;  // by both
+  uint32_t columns = 0;
+  uint32_t first = 0;  // of the columns that it has been given
+  Access by;
+};
+
 // An asynchronous operation that uses memory of a CTA, which therefore has to know of its end
 // before its own.
 struct Watched {
@@ -241,6 +252,7 @@ struct Cta {
   std::array<bool, 16> tensor_columns = {};  // which groups of 32 columns are allocated
   std::array<Access, 16> tensor_owners;      // by what
   bool may_allocate = true;                  // until relinquish_alloc_permit
+  std::array<PairRequest, 3> pair_requests;  // to allocate, deallocate and relinquish
   std::vector<std::unique_ptr<Warp>> warps;
   std::unordered_map<uint32_t, MBarrier> mbarriers;  // by shared address
   uint32_t first_barrier = UINT32_MAX,
