@@ -494,7 +494,7 @@ struct Backward {
         ptx::wgmma_fence();
         products.WeightQuery(dkey, ds_t, stage);
         const bool more = arrives(count + 1);
-        SyncConsumers<Variant::kIsUneven>(consumer);
+        SyncConsumers();
 
         // dQ, and the next S already, beside which dQ is stored.
         const Products new_products = products.WithNewKeys(kind >> 31);
@@ -549,7 +549,7 @@ struct Backward {
     const float of_products = ScaleOf(p, control.task.batch);
 #pragma unroll
     for (int32_t i = 0; i < kWidth / 2; ++i) dkey[i] *= of_products;
-    Store(dkey, dvalue, consumer);
+    Store(dkey, dvalue);
   }
 
   // Where the consumers have the same keys: the first makes weights and dV, ...
@@ -597,7 +597,7 @@ struct Backward {
       barriers.dout_full.Wait(parity);
       ptx::wgmma_fence();
       products.WeightDout(dvalue, p_t, stage, 0);
-      SyncConsumers<true>(0);
+      SyncConsumers();
 
       float sum[kWidth / 4];
       ptx::wgmma_fence();
@@ -612,7 +612,7 @@ struct Backward {
       Release(barriers.query_empty);
     }
     control.value_full.Wait(0);
-    SyncConsumers<true>(0);
+    SyncConsumers();
     StageAndStore<kValueWidth>(p.dvalue, memory.Value(), dvalue, 0);
   }
 
@@ -663,7 +663,7 @@ struct Backward {
       Release(barriers.dout_empty);
       ptx::wgmma_fence();
       products.WeightQuery(dkey, ds_t, stage);
-      SyncConsumers<true>(1);
+      SyncConsumers();
 
       float sum[kWidth / 4];
       ptx::wgmma_fence();
@@ -679,7 +679,7 @@ struct Backward {
     const float of_products = ScaleOf(p, control.task.batch);
 #pragma unroll
     for (int32_t i = 0; i < kWidth / 2; ++i) dkey[i] *= of_products;
-    SyncConsumers<true>(1);
+    SyncConsumers();
     StageAndStore<kWidth>(p.dkey, memory.Key(), dkey, 1);
   }
 
@@ -887,16 +887,15 @@ struct Backward {
   }
 
   __device__ __forceinline__ void Store(const typename Products::KeySum& dkey,
-                                        const typename Products::ValueSum& dvalue,
-                                        uint32_t consumer) const {
+                                        const typename Products::ValueSum& dvalue) const {
     // Asked for again, so that no register keeps it until here.
     const uint32_t thread = ptx::tid_x();
     // They take the places of K and V, which nobody reads any more.
-    SyncConsumers<Variant::kIsUneven>(consumer);
+    SyncConsumers();
     Stage(memory.Key(), dkey, thread);
     Stage(memory.Value(), dvalue, thread);
     ptx::fence_proxy_async();
-    SyncConsumers<Variant::kIsUneven>(consumer);
+    SyncConsumers();
     if (thread == 0) {
       StoreTile<kWidth>(p.dkey, memory.Key());
       StoreTile<kValueWidth>(p.dvalue, memory.Value());

@@ -67,18 +67,9 @@ struct BackwardControl {
 
 // Named barriers. Barrier 0 is __syncthreads.
 //
-// The threads of all consumers. Where each has code of its own, it waits at a barrier of its own
-// for the other to arrive: one barrier at two places of the code is divergence to
-// compute-sanitizer.
-template <bool kHaveOwnCode>
-__device__ __forceinline__ void SyncConsumers(uint32_t consumer) {
-  constexpr uint32_t kThreads = kBackwardConsumers * kGroupThreads;
-  if (kHaveOwnCode) {
-    ptx::bar_arrive(8 + (1 - consumer), kThreads);
-    ptx::bar_sync(8 + consumer, kThreads);
-  } else {
-    ptx::bar_sync(1, kThreads);
-  }
+// The threads of all consumers.
+__device__ __forceinline__ void SyncConsumers() {
+  ptx::bar_sync(1, kBackwardConsumers * kGroupThreads);
 }
 // Where they have the same keys, the first hands on weights to the second.
 struct WeightsHandedOn {
