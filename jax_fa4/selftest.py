@@ -30,7 +30,9 @@ Kernels = tuple[tuple[str, str], ...]
 """What a call launches: the file and the entry of each kernel."""
 Results = Mapping[str, np.ndarray]
 
-SEEN: dict[str, tuple[Capability, ...]] = dict.fromkeys(("sm80_forward", "sm80_backward", "sm90_forward"), ((9, 0),))
+SEEN: dict[str, tuple[Capability, ...]] = dict.fromkeys(
+    ("sm80_forward", "sm80_backward", "sm90_forward", "sm90_backward", "backward_rows"), ((9, 0),)
+)
 """For the files of kernels, the compute capabilities of the GPUs on which their whole test suite has passed."""
 
 SWITCH = "JAX_FA4_SELF_TEST"

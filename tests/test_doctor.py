@@ -205,8 +205,6 @@ def test_self_tests(capability: str, fault: str | None, capsys: Captured, monkey
 
     monkeypatch.setattr(jax, "local_devices", lambda: [gpu, gpu])
     monkeypatch.setattr(selftest, "fault", test)
-    for file in ("sm90_backward", "backward_rows"):
-        monkeypatch.setitem(selftest.SEEN, file, ((9, 0),))
     problems = list(doctor._print_self_tests())
     printed = capsys.readouterr().out
     unseen = [kernels for _, kernels, *_ in cuda.unseen_kernels(gpu)] if capability == "10.0" else []
