@@ -77,7 +77,12 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What became of faults that were planted together: with each seed how they were noticed, or None."""
+    """What became of faults that were planted together.
+
+    Attributes:
+      mutants: the faults.
+      noticed: how they were noticed, by seed, up to the first that did not notice them: None.
+    """
 
     mutants: tuple[Mutant, ...]
     noticed: tuple[str | None, ...]
@@ -222,7 +227,7 @@ def judge(
     Args:
       case: whose mutants they are.
       chosen: the faults.
-      seeds: how many seeds each gets.
+      seeds: how many seeds each gets, unless one does not notice it.
       workers: how many threads run kernels; by default as many as there are CPUs. Verdicts do not depend on it.
     """
 
@@ -232,7 +237,12 @@ def judge(
             kernel = Kernel(ptx)
         except ValueError:
             return Verdict(faults, (_REFUSED,) * seeds)
-        return Verdict(faults, tuple(case.try_out(kernel, seed) for seed in range(seeds)))
+        noticed: list[str | None] = []
+        for seed in range(seeds):
+            noticed.append(case.try_out(kernel, seed))
+            if faults and noticed[-1] is None:
+                break  # it needs a reason, whatever the other seeds notice
+        return Verdict(faults, tuple(noticed))
 
     # The emulator runs without Python's lock.
     executor = ThreadPoolExecutor(workers or os.cpu_count())
