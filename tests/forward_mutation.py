@@ -15,7 +15,7 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -185,9 +185,9 @@ CASES = {
 
 
 @functools.cache
-def place_of(forward: Forward, text: str, which: int = 0) -> str:
-    """The place of the line of the kernel that holds the text: of several, which of them."""
-    source = ROOT / forward.source
+def place_of(path: str, text: str, which: int = 0) -> str:
+    """The place of the line of a source file that holds the text: of several, which of them."""
+    source = ROOT / path
     lines = source.read_text().split("\n")
     return f"{source.name}:{[number for number, line in enumerate(lines, 1) if text in line][which]}"
 
@@ -202,13 +202,13 @@ def reasons(name: str) -> dict[str, str]:
 
 def _no_fault_on_hopper(mutant: mutation.Mutant, width: int, has_bounds: bool) -> str | None:
     """Why a mutant is no fault, if it is none."""
-    at = functools.partial(place_of, HOPPER)
+    at = functools.partial(place_of, HOPPER.source)
     calls, place, fault = {*mutant.chain.split(", called at ")}, mutant.place, f"{mutant.kind}: {mutant.opcode}"
     no_wait = fault in ("never wait: mbarrier.try_wait.parity", "relax: mbarrier.try_wait.parity")
 
     if not has_bounds:
-        barriers = dataclasses.replace(HOPPER, source="csrc/sm90/barriers.h")
-        clears = place_of(barriers, "value_arrived.Init(1);") in calls or place == at("note.hull = hull;")
+        initialised = place_of("csrc/sm90/barriers.h", "value_arrived.Init(1);")
+        clears = initialised in calls or place == at("note.hull = hull;")
         if clears and mutant.kind != "count - 1":  # which makes an invalid barrier
             return "where all rows see all keys, no values are cleared"
 
@@ -270,7 +270,7 @@ def _no_fault_on_hopper(mutant: mutation.Mutant, width: int, has_bounds: bool) -
 
 def _no_fault_on_blackwell(mutant: mutation.Mutant, width: int, has_bounds: bool) -> str | None:
     """Why a mutant is no fault, if it is none."""
-    at = functools.partial(place_of, BLACKWELL)
+    at = functools.partial(place_of, BLACKWELL.source)
     calls, place, fault = mutant.chain.split(", called at "), mutant.place, f"{mutant.kind}: {mutant.opcode}"
 
     # ---- Products
@@ -292,8 +292,8 @@ def _no_fault_on_blackwell(mutant: mutation.Mutant, width: int, has_bounds: bool
     no_wait = fault in ("never wait: mbarrier.try_wait.parity", "relax: mbarrier.try_wait.parity")
     if no_wait and place == at("q_load_empty.Wait(") and mutant.ordinal == 2 and width > 128:
         return "in the ring of two, keys have just taken the place of those that were the last to meet this Q"
-    common = dataclasses.replace(BLACKWELL, source="csrc/common/shared_memory.h")
-    before_hull = {at("clear_unseen(memory.KeyValue(of_value.stage)"), place_of(common, "(values, 0, hull.begin")}
+    clears = place_of("csrc/common/shared_memory.h", "(values, 0, hull.begin")
+    before_hull = {at("clear_unseen(memory.KeyValue(of_value.stage)"), clears}
     if fault == "drop: st.shared" and before_hull <= {*calls}:
         return "the hull begins in the last block that is gone through, which comes later"
 
@@ -396,10 +396,10 @@ def one_of_each_kind(one: mutation.Case) -> list[mutation.Mutant]:
     return list(first.values())
 
 
-def main() -> int:
+def command(description: str | None, cases: Mapping[str, Any], case: Callable[[str], mutation.Case]) -> int:
     """The command; returns its exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", choices=list(CASES), default=list(CASES), metavar="NAME")
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", choices=list(cases), default=list(cases), metavar="NAME")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--only", type=re.compile, default=re.compile(""), metavar="REGEX", help="of mutants' names")
@@ -415,4 +415,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(__doc__, CASES, case))

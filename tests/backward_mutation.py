@@ -1,0 +1,260 @@
+"""Faults planted in the backwards for tensor cores, one at a time: in the package's PTX, launched as its plan says.
+
+    python tests/backward_mutation.py [NAME...] [--seeds 3] [--workers N] [--only REGEX]
+
+The cases' names are those of `CASES`, all by default. Exits with 1 unless every fault is noticed with every seed or has
+a reason that holds; docs/emulator.md describes the faults and the reasons.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import planned
+import test_backward_rows
+from cases import Sizes
+from forward_mutation import command, place_of
+
+from jax_fa4 import native
+from jax_fa4.emulated import Kernel, mutation
+
+BF16 = ml_dtypes.bfloat16
+MOST_INSTRUCTIONS = 1 << 20
+RESULTS = test_backward_rows.RESULTS
+
+
+@dataclasses.dataclass(frozen=True)
+class Backward:
+    """The kernels for a GPU: where their source is, their module and target, and the GPU's compute capability."""
+
+    folder: str
+    module: str
+    target: str
+    capability: tuple[int, int]
+
+
+BLACKWELL = Backward("csrc/sm100", "sm100_backward", "sm_100f", (10, 0))
+HOPPER = Backward("csrc/sm90", "sm90_backward", "sm_90a", (9, 0))
+
+# Whose kernel, of which widths, and whether rows see intervals.
+CASES = {
+    f"{name}_{'_'.join(map(str, dict.fromkeys(widths)))}_{'bounds' if has_bounds else 'full'}": (
+        backward,
+        widths,
+        has_bounds,
+    )
+    for name, backward, compiled in (
+        ("blackwell", BLACKWELL, ((64, 64), (128, 128), (192, 128))),
+        ("hopper", HOPPER, ((64, 64), (128, 128), (192, 128))),
+    )
+    for widths in compiled
+    for has_bounds in (False, True)
+}
+
+
+@functools.cache
+def _before(target: str) -> Kernel:
+    return Kernel(native.ptx(f"backward_rows.{target}"), "before_bfloat16")
+
+
+class Problem:
+    """A call, its launch, and what it is to give.
+
+    Attributes:
+      arrays: of the call and its workspace, by name, as the kernel is to find them.
+      launch: of its plan.
+      expected: dquery's sums, dkey and dvalue in float64.
+      allowed: errors of these.
+    """
+
+    def __init__(
+        self,
+        backward: Backward,
+        sizes: Sizes,
+        sees: tuple[int, int] | np.ndarray | None,
+        *,
+        deterministic: bool = False,
+        signs: tuple[int, ...] = (1,),
+    ) -> None:
+        """Draws a problem.
+
+        Args:
+          backward: that is to solve it.
+          sizes: of the call.
+          sees: a band: row i sees keys [i + sees[0], i + sees[1]); or the first key that a row sees and the one behind
+            the last, (B or 1, T, 2), which the call has in arrays; None: all. Rows that see nothing, and keys that no
+            row of a batch element sees nor keys on both sides of them, are NaN.
+          deterministic: whether additions to sums are in order.
+          signs: of the scales, one or one for each batch element.
+        """
+        batch, rows, keys, heads, kv_heads, *widths = sizes
+        group = heads // kv_heads
+        rng = np.random.default_rng(0)
+
+        def normal(*shape: int) -> np.ndarray:
+            return rng.standard_normal(shape).astype(BF16)
+
+        q, k = normal(batch, rows, heads, widths[0]), normal(batch, keys, kv_heads, widths[0])
+        v, dout = normal(batch, keys, kv_heads, widths[1]), normal(batch, rows, heads, widths[1])
+        dlse = rng.standard_normal((batch, rows, heads), np.float32)
+        low, high = sees if isinstance(sees, tuple) else (-rows, keys)
+        bounds = sees if isinstance(sees, np.ndarray) else np.arange(rows)[:, None] + [low, high]
+        seen = (np.arange(keys) >= bounds[..., :1]) & (np.arange(keys) < bounds[..., 1:])
+        seen = np.broadcast_to(seen, (batch, rows, keys))
+
+        scale = np.float32(signs) * widths[0] ** -0.5
+        q64, k64, v64, dout64 = (np.repeat(x.astype(np.float64), heads // x.shape[2], 2) for x in (q, k, v, dout))
+        logits = np.einsum("bthd,bshd->bhts", q64, k64) * scale[:, None, None, None]
+        logits = np.where(seen[:, None], logits, -np.inf)
+        some = seen.any(-1)  # of rows
+        # A row that sees nothing has weights of 0, and an lse of -inf.
+        top = np.where(some[:, None, :, None], logits.max(-1, keepdims=True), 0)
+        weights = np.exp(logits - top)
+        total = weights.sum(-1, keepdims=True)
+        with np.errstate(divide="ignore"):
+            lse = np.moveaxis(top + np.log(total), 1, 2)[..., 0]
+        weights /= np.where(total == 0, 1, total)
+        out = np.einsum("bhts,bshd->bthd", weights, v64).astype(BF16)
+        delta = np.moveaxis((out * dout64).sum(-1) - dlse, 1, 2)[..., None]
+        dlogits = weights * (np.einsum("bthd,bshd->bhts", dout64, v64) - delta)
+
+        def gradients(weights: np.ndarray, dlogits: np.ndarray) -> tuple[np.ndarray, ...]:
+            """Sums of dquery, dkey and dvalue."""
+            dkey = np.einsum("bhts,bthd->bshd", dlogits, q64) * scale[:, None, None, None]
+            dvalue = np.einsum("bhts,bthd->bshd", weights, dout64)
+            dkey, dvalue = (x.reshape(batch, keys, kv_heads, group, -1).sum(3) for x in (dkey, dvalue))
+            return np.einsum("bhts,bshd->bthd", dlogits, k64), dkey, dvalue
+
+        self.expected = gradients(weights, dlogits)
+        # Of bfloat16 factors; of exponentials and of sums in float32; and the results' rounding.
+        rounded = gradients(*(x.astype(BF16).astype(np.float64) for x in (weights, dlogits)))
+        self.allowed = [
+            3 * abs(one - other).max() + (2**-16 + (2**-9 if stored else 0)) * abs(one).max()
+            for one, other, stored in zip(self.expected, rounded, (False, True, True), strict=True)
+        ]
+
+        # What must reach nothing.
+        of_idle, hulls = ~some, np.maximum.accumulate(seen.any(1), 1) & np.maximum.accumulate(seen.any(1)[:, ::-1], 1)[:, ::-1]
+        for x in (q, out, dout, dlse):
+            x[of_idle] = np.nan
+        k[~hulls], v[~hulls] = np.nan, np.nan
+        lower, upper = (np.ascontiguousarray(bounds[..., i], np.int32) for i in range(2))
+        if not isinstance(sees, np.ndarray):
+            lower = upper = np.zeros(0, np.int32)
+        float32 = np.float32
+        arrays = {
+            **{"query": q, "key": k, "value": v, "scale": scale, "lower": lower, "upper": upper, "out": out},
+            **{"lse": lse.astype(float32), "lse_rounding": (lse - lse.astype(float32)).astype(float32)},
+            **{"dout": dout, "dlse": dlse},
+        }
+        arrays["lse_rounding"][of_idle] = 0
+        for x in arrays.values():
+            x.flags.writeable = False
+        workspace = native.extension().backward_workspace_bytes(*sizes, 2)
+        arrays |= {f"d{name}": np.full_like(arrays[name], np.nan) for name in ("query", "key", "value")}
+        arrays |= {"dscale": np.full((batch, rows, heads), np.nan, float32), "workspace": np.full(workspace, 255, np.uint8)}
+        given = [(arrays[name].dtype.name, [*arrays[name].shape]) for name in (*test_backward_rows.OPERANDS, *RESULTS)]
+        before, self.launch, _ = native.extension().backward_plan(
+            backward.capability, 1, 126 << 20, given, low, high, 0.0, deterministic
+        )
+        ran = planned.run(_before(backward.target), before, arrays)
+        assert not ran.reports, ran.reports
+        self.arrays = arrays
+        self.some = some
+        self.deterministic = deterministic
+        self.row_block = next(iter(self.launch["tensor_maps"].values()))["box"][2]
+        self.places = test_backward_rows.places(backward.target, self.row_block, widths[0])
+        self.bits: bytes | None = None
+
+    def run(self, kernel: Kernel, seed: int) -> tuple[Any, str | None]:
+        """Runs the kernel; says what is wrong with the result."""
+        arrays = self.arrays | {name: self.arrays[name].copy() for name in RESULTS}
+        run = planned.run(kernel, self.launch, arrays, seed=seed, max_instructions=MOST_INSTRUCTIONS)
+        if run.reports:
+            return run, run.reports[0].kind
+        results = self.sums(arrays["workspace"]), arrays["dkey"], arrays["dvalue"]
+        for result, expected, allowed, name in zip(results, self.expected, self.allowed, ("dquery", "dkey", "dvalue"), strict=True):
+            error = abs(result.astype(np.float64) - expected)
+            if name == "dquery":
+                error = error[self.some]
+            if not error.max() <= allowed:
+                return run, "wrong result"
+        return run, None
+
+    def sums(self, workspace: np.ndarray) -> np.ndarray:
+        """Of dquery, (B, T, N, D)."""
+        at = 6 * 128 + 8 * test_backward_rows.ADDRESSES.index("dquery_sum")
+        batch, rows, heads, width = self.arrays["query"].shape
+        blocks = -(-rows // self.row_block)
+        size = batch * heads * blocks * self.row_block * width * 4
+        start = self.launch["addresses"][at][1]
+        sums = workspace[start : start + size].view(np.float32).reshape(batch, heads, blocks, -1)
+        sums = sums[..., self.places].reshape(batch, heads, blocks * self.row_block, width)
+        return np.moveaxis(sums[:, :, :rows], 1, 2)
+
+
+@functools.cache
+def ptx(name: str) -> str:
+    backward = CASES[name][0]
+    module = native.ptx(f"{backward.module}.{backward.target}")
+    return mutation.alone(module, f"backward_bfloat16_{name.partition('_')[2]}")
+
+
+def reasons(name: str) -> dict[str, str]:
+    """Why faults are not noticed."""
+    backward, (width, _), has_bounds = CASES[name]
+    no_fault = _no_fault_on_blackwell if backward is BLACKWELL else _no_fault_on_hopper
+    mutants = mutation.mutants(ptx(name), "backward.cu")
+    return {mutant.name: f"equivalent: {why}" for mutant in mutants if (why := no_fault(mutant, width, has_bounds))}
+
+
+def _no_fault_on_blackwell(mutant: mutation.Mutant, width: int, has_bounds: bool) -> str | None:
+    return None
+
+
+def _no_fault_on_hopper(mutant: mutation.Mutant, width: int, has_bounds: bool) -> str | None:
+    return None
+
+
+def intervals() -> np.ndarray:
+    """Intervals of 400 keys for twice 200 rows."""
+    rng = np.random.default_rng(1)
+    # The first and the last keys are seen by none; every fifth row or so sees none.
+    low = rng.integers(20, 200, 200)
+    high = np.where(rng.random(200) < 0.2, low, low + rng.integers(1, 100, 200))
+    apart = np.repeat([[0, 0], [128, 400], [0, 390]], [64, 64, 72], axis=0)
+    return np.stack([np.stack([low, high], 1), apart])
+
+
+def case(name: str) -> mutation.Case:
+    backward, widths, has_bounds = CASES[name]
+    problems = [
+        # One block of rows, and of keys.
+        Problem(backward, Sizes(1, 16, 24, 1, 1, *widths), (-3, 10) if has_bounds else None, deterministic=True),
+        # Few rows of many heads.
+        Problem(backward, Sizes(2, 40, 100, 5, 1, *widths), (5, 50) if has_bounds else None, signs=(1, -1)),
+        # Blocks of rows that see blocks of keys wholly, in part, and not at all.
+        Problem(backward, Sizes(1, 256, 300, 2, 2, *widths), (-256, 1) if has_bounds else None),
+        # Several blocks of keys add to the same blocks of rows.
+        Problem(backward, Sizes(2, 200, 400, 2, 1, *widths), intervals() if has_bounds else None, deterministic=True),
+    ]
+
+    def try_out(kernel: Kernel, seed: int) -> str | None:
+        runs = itertools.product(range(SCHEDULES * seed, SCHEDULES * (seed + 1)), problems)
+        return next((fault for one, problem in runs if (fault := problem.run(kernel, one)[1])), None)
+
+    return mutation.Case(ptx(name), try_out, reasons(name), "backward.cu")
+
+
+# An arrival too many shows in most interleavings, not in all.
+SCHEDULES = int(__import__("os").environ.get("SCHED", "12"))
+
+if __name__ == "__main__":
+    sys.exit(command(__doc__, CASES, case))
