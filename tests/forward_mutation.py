@@ -15,7 +15,7 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -192,12 +192,15 @@ def place_of(path: str, text: str, which: int = 0) -> str:
     return f"{source.name}:{[number for number, line in enumerate(lines, 1) if text in line][which]}"
 
 
+def faults(name: str) -> list[mutation.Mutant]:
+    return mutation.mutants(ptx(name), Path(CASES[name][0].source).name)
+
+
 def reasons(name: str) -> dict[str, str]:
     """Why faults are not noticed."""
     forward, (width, _), has_bounds = CASES[name]
     no_fault = _no_fault_on_blackwell if forward is BLACKWELL else _no_fault_on_hopper
-    mutants = mutation.mutants(ptx(name), Path(forward.source).name)
-    return {mutant.name: f"equivalent: {why}" for mutant in mutants if (why := no_fault(mutant, width, has_bounds))}
+    return {mutant.name: f"equivalent: {why}" for mutant in faults(name) if (why := no_fault(mutant, width, has_bounds))}
 
 
 def _no_fault_on_hopper(mutant: mutation.Mutant, width: int, has_bounds: bool) -> str | None:
@@ -396,8 +399,13 @@ def one_of_each_kind(one: mutation.Case) -> list[mutation.Mutant]:
     return list(first.values())
 
 
-def command(description: str | None, cases: Mapping[str, Any], case: Callable[[str], mutation.Case]) -> int:
-    """The command; returns its exit status."""
+def command(
+    description: str | None,
+    cases: Mapping[str, Any],
+    case: Callable[[str], mutation.Case],
+    faults: Callable[[str], Iterable[mutation.Mutant]],
+) -> int:
+    """The command; returns its exit status. `case` and `faults`: by a case's name."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", choices=list(cases), default=list(cases), metavar="NAME")
     parser.add_argument("--seeds", type=int, default=3)
@@ -408,11 +416,12 @@ def command(description: str | None, cases: Mapping[str, Any], case: Callable[[s
     for name in options.names:
         print(f"{name}:", flush=True)
         one = case(name)
-        known = {mutant: why for mutant, why in one.reasons.items() if options.only.search(mutant)}
+        chosen = {mutant.name for mutant in faults(name) if options.only.search(mutant.name)}
+        known = {mutant: why for mutant, why in one.reasons.items() if mutant in chosen}
         one = dataclasses.replace(one, reasons=known)
-        status |= mutation.study(one, options.seeds, options.workers, options.only.search)
+        status |= mutation.study(one, options.seeds, options.workers, chosen.__contains__)
     return status
 
 
 if __name__ == "__main__":
-    sys.exit(command(__doc__, CASES, case))
+    sys.exit(command(__doc__, CASES, case, faults))
