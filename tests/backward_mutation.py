@@ -140,6 +140,8 @@ class Problem:
             lse = np.moveaxis(top + np.log(total), 1, 2)[..., 0]
         weights /= np.where(total == 0, 1, total)
         out = np.einsum("bhts,bshd->bthd", weights, v64).astype(BF16)
+        rounding = np.where(some[..., None], lse, 0)
+        rounding -= rounding.astype(np.float32)
         delta = np.moveaxis((out * dout64).sum(-1) - dlse, 1, 2)[..., None]
         dlogits = weights * (np.einsum("bthd,bshd->bhts", dout64, v64) - delta)
 
@@ -169,10 +171,9 @@ class Problem:
         float32 = np.float32
         arrays = {
             **{"query": q, "key": k, "value": v, "scale": scale, "lower": lower, "upper": upper, "out": out},
-            **{"lse": lse.astype(float32), "lse_rounding": (lse - lse.astype(float32)).astype(float32)},
+            **{"lse": lse.astype(float32), "lse_rounding": rounding.astype(float32)},
             **{"dout": dout, "dlse": dlse},
         }
-        arrays["lse_rounding"][of_idle] = 0
         for x in arrays.values():
             x.flags.writeable = False
         workspace = native.extension().backward_workspace_bytes(*sizes, 2)
@@ -306,6 +307,44 @@ def _no_fault_on_hopper(mutant: mutation.Mutant, width: int, has_bounds: bool) -
     calls, place, fault = {*mutant.chain.split(", called at ")}, mutant.place, f"{mutant.kind}: {mutant.opcode}"
     no_wait = fault in ("never wait: mbarrier.try_wait.parity", "relax: mbarrier.try_wait.parity")
 
+    # ---- Blocks of rows
+    if fault == "invert: elect" and place == at("const bool leads = ptx::elect_sync();", 0):
+        return "all other lanes store the same, and of their 31 arrivals the last leaves the parity that one does"
+    if fault == "drop: st.shared" and at("write({Note::kEnd});") in calls and mutant.ordinal == 4:
+        return "of the last note nothing but its kind is read"
+    if no_wait and place == at("barriers.dout_empty.Wait("):
+        return "there is word of the block since Q was given back, and dO was given back before"
+    if fault == "relax: mbarrier.arrive" and at("Release(barriers.dout_empty);", 0) in calls:
+        return "Q is given back after dO, and with both known the block's copies begin"
+    if width != 192:
+        if no_wait and place == at("control.weights_empty[weight_stage].Wait("):
+            return "of two stages: both warpgroups have met since they read dS of the block before the last"
+        if fault == "relax: mbarrier.arrive" and at("Release(control.weights_empty[weight_stage]);", 1) in calls:
+            return "of two stages: both warpgroups meet before this one is written"
+    if fault == "relax: mbarrier.arrive.expect_tx":
+        return "the completion of the copies tells of them, and of what the lane that issued them did before"
+
+    # ---- Keys that nobody sees
+    if fault == "relax: mbarrier.arrive" and place == at("if (leads) full.Arrive();", 0):
+        return "nobody begins without Q, and its barrier tells of what was done before"
+    if fault == "drop: fence.proxy.async" and place == at("ClearUnseen<kKeys, kColumns>(") and mutant.ordinal == 1:
+        return "nobody begins without V, and the fence for it is one for K, too"
+
+    # ---- Products
+    waits = fault in ("drop: wgmma.wait_group", "one group more in flight: wgmma.wait_group")
+    if waits and place == at("ptx::wgmma_wait_group<1>();", 1):
+        return "it is for dO to be given back, and dO is loaded when Q is given back, before which there is another wait"
+    if waits and place == at("ptx::wgmma_wait_group<0>();", 0):
+        return "nothing comes before the wait for dQ"
+    if fault == "drop: wgmma.fence" and place in {at("ptx::wgmma_fence();", which) for which in (2, 7, 14)}:
+        return "nobody has used the registers since the fence before"
+
+    # ---- Lanes and registers
+    if fault == "next barrier: bar.sync" and place in {
+        at("__syncthreads();"),
+        *(at("SyncConsumers();", which) for which in (0, 4, 5)),
+    }:
+        return "nobody uses the next one, or not yet"
     return _no_fault_of_lanes_or_registers(fault)
 
 
