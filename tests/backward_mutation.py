@@ -276,14 +276,25 @@ def _no_fault_on_blackwell(mutant: mutation.Mutant, width: int, has_bounds: bool
     calls, place, fault = {*mutant.chain.split(", called at ")}, mutant.place, f"{mutant.kind}: {mutant.opcode}"
     no_wait = fault in ("never wait: mbarrier.try_wait.parity", "relax: mbarrier.try_wait.parity")
 
+    # ---- Products
+    scores = {at("products.KeyQuery("), at("products.ValueDout(")}
+    if place in scores and mutant.kind in ("leading offset of A", "leading offset of B"):
+        return "K-major matrices with a swizzle do not use it"
+
     # ---- Blocks of rows
     if no_wait and place == at("control.q_full[query.stage].Wait("):
         return "S is a product of what it waits for, and s_ready tells of S"
     if at("value_dout();", 0) in calls and (no_wait or fault == "drop: tcgen05.fence::after_thread_sync"):
-        if place in (at("control.dq_empty.Wait(phase ^ 1);"), at("ptx::tcgen05_fence_after_thread_sync();")):
+        if place in (at("control.dq_empty.Wait(phase ^ 1);"), at("ptx::tcgen05_fence_after_thread_sync();", 0)):
             return "there is no dQ before the first dP"
-    if no_wait and place in (at("control.q_empty[query.stage].Wait(", 1), at("control.do_empty[dout.stage].Wait(", 1)):
+    if no_wait and width != 128 and place == at("control.do_empty[dout.stage].Wait(", 0):
+        return "of as many stages as Q has: the block's Q has come, for which Q of that stage was given back, after dO"
+    last = {at("control.q_empty[query.stage].Wait(", 1), at("control.do_empty[dout.stage].Wait(", 1)}
+    if no_wait and place in last:
         return "the CTA ends when dk_ready has told of all products"
+    if fault == "flip parity: mbarrier.try_wait.parity" and place == at("control.q_empty[query.stage].Wait(", 1):
+        if mutant.ordinal == 2 and not has_bounds:
+            return "the phase before is complete, which is enough: the CTA ends when dk_ready has told of all products"
     if fault == "drop: bar.sync" and place == at("PieceBarrier::Empty(0).Wait();"):
         return "nobody uses the barrier any more"
     if fault == "relax: mbarrier.arrive.expect_tx":
@@ -298,6 +309,8 @@ def _no_fault_on_blackwell(mutant: mutation.Mutant, width: int, has_bounds: bool
     # ---- Lanes and registers
     if fault == "next barrier: bar.sync" and place in (at("__syncthreads();", 0), at("StoreBarrier::Wait();")):
         return "nobody uses the next one, or not yet"
+    if fault == "8 registers less: setmaxnreg.dec" and place == at("ptx::setmaxnreg_dec<kRegisters.other>();"):
+        return _OF_REGISTERS
     return _no_fault_of_lanes_or_registers(fault)
 
 
@@ -324,36 +337,49 @@ def _no_fault_on_hopper(mutant: mutation.Mutant, width: int, has_bounds: bool) -
     if fault == "relax: mbarrier.arrive.expect_tx":
         return "the completion of the copies tells of them, and of what the lane that issued them did before"
 
-    # ---- Keys that nobody sees
+    # ---- Keys and rows that see nothing
+    arrived = place_of("csrc/sm90/backward_memory.h", "arrived.Init(1);")
+    if not has_bounds and arrived in calls and mutant.kind != "count - 1":  # which makes an invalid barrier
+        return "where all rows see all keys, nothing is cleared"
     if fault == "relax: mbarrier.arrive" and place == at("if (leads) full.Arrive();", 0):
         return "nobody begins without Q, and its barrier tells of what was done before"
     if fault == "drop: fence.proxy.async" and place == at("ClearUnseen<kKeys, kColumns>(") and mutant.ordinal == 1:
         return "nobody begins without V, and the fence for it is one for K, too"
 
     # ---- Products
+    if fault == "drop: wgmma.commit_group" and mutant.ordinal == 2:
+        if width == 64 and place == at("products.WeightDout(dvalue, p_t, stage, piece);"):
+            return "the next group has its products, too, and the first that wait for dO to be given back"
+        if width == 192 and place == at("ptx::wgmma_commit_group();", 2):
+            return "the next group has its products, too, and both are waited for together"
     waits = fault in ("drop: wgmma.wait_group", "one group more in flight: wgmma.wait_group")
     if waits and place == at("ptx::wgmma_wait_group<1>();", 1):
         return "it is for dO to be given back, and dO is loaded when Q is given back, before which there is another wait"
     if waits and place == at("ptx::wgmma_wait_group<0>();", 0):
         return "nothing comes before the wait for dQ"
-    if fault == "drop: wgmma.fence" and place in {at("ptx::wgmma_fence();", which) for which in (2, 7, 14)}:
+    if fault == "drop: wgmma.fence" and place in {at("ptx::wgmma_fence();", which) for which in (2, 6, 7, 14, 15)}:
         return "nobody has used the registers since the fence before"
 
     # ---- Lanes and registers
     if fault == "next barrier: bar.sync" and place in {
         at("__syncthreads();"),
-        *(at("SyncConsumers();", which) for which in (0, 4, 5)),
+        *(at("SyncConsumers();", which) for which in (0, 5, 6)),
     }:
         return "nobody uses the next one, or not yet"
+    if fault == "drop: bar.warp" and place == at("__syncwarp();", 4) and (width == 64 or not has_bounds):
+        return None  # lanes are left behind
     return _no_fault_of_lanes_or_registers(fault)
+
+
+_OF_REGISTERS = "nobody knows here how many registers a thread uses: the build refuses roles that use too many"
 
 
 def _no_fault_of_lanes_or_registers(fault: str) -> str | None:
     """Why what is missing of synchronisation within a warp, or of registers, is no fault, if that is what it is."""
     if fault == "drop: bar.warp":
         return "the lanes of a warp execute together here: see docs/emulator.md on what it cannot prove"
-    if fault in ("drop: setmaxnreg.inc", "8 registers less: setmaxnreg.inc", "8 registers less: setmaxnreg.dec"):
-        return "nobody knows here how many registers a thread uses: the build refuses roles that use too many"
+    if fault in ("drop: setmaxnreg.inc", "8 registers less: setmaxnreg.inc"):
+        return _OF_REGISTERS
     return None
 
 
