@@ -390,10 +390,10 @@ def case(name: str) -> mutation.Case:
     return mutation.Case(ptx(name), try_out, reasons(name), Path(forward.source).name)
 
 
-def one_of_each_kind(one: mutation.Case) -> list[mutation.Mutant]:
+def one_of_each_kind(one: mutation.Case, faults: Iterable[mutation.Mutant]) -> list[mutation.Mutant]:
     """Mutants without a reason: the first of each kind of fault and of instruction."""
     first: dict[tuple[str, str], mutation.Mutant] = {}
-    for mutant in mutation.mutants(one.ptx, one.file):
+    for mutant in faults:
         if mutant.name not in one.reasons:
             first.setdefault((mutant.kind, mutant.opcode), mutant)
     return list(first.values())
