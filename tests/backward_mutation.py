@@ -369,7 +369,7 @@ def _no_fault_on_hopper(mutant: mutation.Mutant, width: int, has_bounds: bool) -
         scores = {at("roducts.KeyQuery(", which) for which in range(4)} | {at("products.ValueDout(")}
         if place in scores:
             return "K-major matrices with a swizzle do not use it"
-        if width == 64 or place in {at("products.WeightKey(", which) for which in range(3)}:
+        if width == 64 or place in {at(" products.WeightKey(", which) for which in range(3)}:
             return "it leads to further rows or columns than 64, of which there are none"
     if mutant.kind == "invert addition of D" and place == at("all_products.KeyQuery(s, 0, 0);") and mutant.ordinal == 1:
         return "what is added is 0 here: see docs/emulator.md on what it cannot prove"
