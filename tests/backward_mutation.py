@@ -222,10 +222,8 @@ def ptx(name: str) -> str:
     subject = CASES[name]
     text = mutation.alone(native.ptx(f"{subject.backward.module}.{subject.backward.target}"), subject.kernel)
     if subject.in_order:
-        # Copies in place of additions: without order they race. (What the emulator has waited for reads of only, it
-        # does not wait for again.)
+        # Copies in place of additions: without order they race.
         text = re.sub(r"\bcp\.reduce(\.async\.bulk\.\S+)\.add\.f32", r"cp\1", text)
-        text = text.replace("cp.async.bulk.wait_group.read", "cp.async.bulk.wait_group")
     return text
 
 
