@@ -13,8 +13,6 @@ import functools
 import itertools
 import re
 import sys
-from collections.abc import Mapping
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -43,6 +41,7 @@ class Backward:
 
 BLACKWELL = Backward("csrc/sm100", "sm100_backward", "sm_100f", (10, 0))
 HOPPER = Backward("csrc/sm90", "sm90_backward", "sm_90a", (9, 0))
+
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
@@ -161,24 +160,37 @@ class Problem:
         ]
 
         # What must reach nothing.
-        of_idle, hulls = ~some, np.maximum.accumulate(seen.any(1), 1) & np.maximum.accumulate(seen.any(1)[:, ::-1], 1)[:, ::-1]
+        of_some = seen.any(1)
+        hull = np.maximum.accumulate(of_some, 1) & np.maximum.accumulate(of_some[:, ::-1], 1)[:, ::-1]
         for x in (q, out, dout, dlse):
-            x[of_idle] = np.nan
-        k[~hulls], v[~hulls] = np.nan, np.nan
-        lower, upper = (np.ascontiguousarray(bounds[..., i], np.int32) for i in range(2))
-        if not isinstance(sees, np.ndarray):
-            lower = upper = np.zeros(0, np.int32)
-        float32 = np.float32
+            x[~some] = np.nan
+        k[~hull], v[~hull] = np.nan, np.nan
+        has_arrays = isinstance(sees, np.ndarray)
+        lower, upper = (
+            np.ascontiguousarray(bounds[..., side], np.int32) if has_arrays else np.zeros(0, np.int32)
+            for side in range(2)
+        )
         arrays = {
-            **{"query": q, "key": k, "value": v, "scale": scale, "lower": lower, "upper": upper, "out": out},
-            **{"lse": lse.astype(float32), "lse_rounding": rounding.astype(float32)},
-            **{"dout": dout, "dlse": dlse},
+            "query": q,
+            "key": k,
+            "value": v,
+            "scale": scale,
+            "lower": lower,
+            "upper": upper,
+            "out": out,
+            "lse": lse.astype(np.float32),
+            "lse_rounding": rounding.astype(np.float32),
+            "dout": dout,
+            "dlse": dlse,
         }
         for x in arrays.values():
             x.flags.writeable = False
-        workspace = native.extension().backward_workspace_bytes(*sizes, 2)
         arrays |= {f"d{name}": np.full_like(arrays[name], np.nan) for name in ("query", "key", "value")}
-        arrays |= {"dscale": np.full((batch, rows, heads), np.nan, float32), "workspace": np.full(workspace, 255, np.uint8)}
+        workspace = native.extension().backward_workspace_bytes(*sizes, 2)
+        arrays |= {
+            "dscale": np.full((batch, rows, heads), np.nan, np.float32),
+            "workspace": np.full(workspace, 255, np.uint8),
+        }
         given = [(arrays[name].dtype.name, [*arrays[name].shape]) for name in (*test_backward_rows.OPERANDS, *RESULTS)]
         before, self.launch, _ = native.extension().backward_plan(
             backward.capability, 1, 126 << 20, given, low, high, 0.0, deterministic
@@ -229,7 +241,10 @@ def ptx(name: str) -> str:
 
 def faults(name: str) -> list[mutation.Mutant]:
     mutants = mutation.mutants(ptx(name), "backward.cu")
-    return [mutant for mutant in mutants if mutant.place in _places_of_order(CASES[name].backward)] if CASES[name].in_order else mutants
+    if not CASES[name].in_order:
+        return mutants
+    places = _places_of_order(CASES[name].backward)
+    return [mutant for mutant in mutants if mutant.place in places]
 
 
 def reasons(name: str) -> dict[str, str]:
@@ -252,7 +267,7 @@ def _no_fault_of_order(subject: Subject, mutant: mutation.Mutant) -> str | None:
         return "it is the copy engine's additions that are in order, and the wait for them is enough here"
     # Hopper's next part of dQ goes where the one before is, which that wait is for too.
     waits = mutant.kind in ("drop", "one group more in flight") and subject.backward is BLACKWELL
-    if not subject.in_order and (waits and ".wait_group" in fault or mutant.kind in ("relax", "wait for reads only")):
+    if not subject.in_order and ((waits and ".wait_group" in fault) or mutant.kind in ("relax", "wait for reads only")):
         return "it puts additions in order, of which cases of their own tell"
     return None
 
@@ -293,24 +308,25 @@ def _no_fault_on_blackwell(mutant: mutation.Mutant, width: int, has_bounds: bool
             return "behind dP is the place of dQ, which has been read; the rows behind dO are its next columns"
         if place == at("products.DlogitsKey(") and at("dlogits(add);", 0) in calls and (width == 64 or of_rest):
             return "nothing is behind these columns of dQ; and V is behind K, until dV takes its place"
-        if place == at("products.DlogitsQuery(") and width == 64 and at("dlogits(add);", 1) in calls:
-            if (mutant.ordinal - 1) % 8 > 0:
-                return "behind dK are those columns of dS that the first two products have read; no other dP comes"
+        later = (mutant.ordinal - 1) % 8 > 0
+        if place == at("products.DlogitsQuery(") and width == 64 and at("dlogits(add);", 1) in calls and later:
+            return "behind dK are those columns of dS that the first two products have read; no other dP comes"
 
     # ---- Blocks of rows
     if no_wait and place == at("control.q_full[query.stage].Wait("):
         return "S is a product of what it waits for, and s_ready tells of S"
-    if at("value_dout();", 0) in calls and (no_wait or fault == "drop: tcgen05.fence::after_thread_sync"):
-        if place in (at("control.dq_empty.Wait(phase ^ 1);"), at("ptx::tcgen05_fence_after_thread_sync();", 0)):
-            return "there is no dQ before the first dP"
+    waits_for_dq = {at("control.dq_empty.Wait(phase ^ 1);"), at("ptx::tcgen05_fence_after_thread_sync();", 0)}
+    no_fence = fault == "drop: tcgen05.fence::after_thread_sync"
+    if at("value_dout();", 0) in calls and place in waits_for_dq and (no_wait or no_fence):
+        return "there is no dQ before the first dP"
     if no_wait and width != 128 and place == at("control.do_empty[dout.stage].Wait(", 0):
         return "of as many stages as Q has: the block's Q has come, for which Q of that stage was given back, after dO"
     last = {at("control.q_empty[query.stage].Wait(", 1), at("control.do_empty[dout.stage].Wait(", 1)}
     if no_wait and place in last:
         return "the CTA ends when dk_ready has told of all products"
-    if fault == "flip parity: mbarrier.try_wait.parity" and place == at("control.q_empty[query.stage].Wait(", 1):
-        if mutant.ordinal == 2 and not has_bounds:
-            return "the phase before is complete, which is enough: the CTA ends when dk_ready has told of all products"
+    flips = fault == "flip parity: mbarrier.try_wait.parity" and mutant.ordinal == 2 and not has_bounds
+    if flips and place == at("control.q_empty[query.stage].Wait(", 1):
+        return "the phase before is complete, which is enough: the CTA ends when dk_ready has told of all products"
     if fault == "drop: bar.sync" and place == at("PieceBarrier::Empty(0).Wait();"):
         return "nobody uses the barrier any more"
     if fault == "relax: mbarrier.arrive.expect_tx":
@@ -378,7 +394,7 @@ def _no_fault_on_hopper(mutant: mutation.Mutant, width: int, has_bounds: bool) -
             return "the next group has its products, too, and both are waited for together"
     waits = fault in ("drop: wgmma.wait_group", "one group more in flight: wgmma.wait_group")
     if waits and place == at("ptx::wgmma_wait_group<1>();", 1):
-        return "it is for dO to be given back, and dO is loaded when Q is given back, before which there is another wait"
+        return "it is for dO to be given back, which is loaded only when Q is given back, too: behind another wait"
     if waits and place == at("ptx::wgmma_wait_group<0>();", 0):
         return "nothing comes before the wait for dQ"
     if fault == "drop: wgmma.fence" and place in {at("ptx::wgmma_fence();", which) for which in (2, 6, 7, 14, 15)}:

@@ -200,7 +200,9 @@ def reasons(name: str) -> dict[str, str]:
     """Why faults are not noticed."""
     forward, (width, _), has_bounds = CASES[name]
     no_fault = _no_fault_on_blackwell if forward is BLACKWELL else _no_fault_on_hopper
-    return {mutant.name: f"equivalent: {why}" for mutant in faults(name) if (why := no_fault(mutant, width, has_bounds))}
+    return {
+        mutant.name: f"equivalent: {why}" for mutant in faults(name) if (why := no_fault(mutant, width, has_bounds))
+    }
 
 
 def _no_fault_on_hopper(mutant: mutation.Mutant, width: int, has_bounds: bool) -> str | None:
