@@ -25,7 +25,7 @@ from jax_fa4 import native
 from jax_fa4.emulated import Kernel, mutation
 
 BF16 = ml_dtypes.bfloat16
-MOST_INSTRUCTIONS = 1 << 20
+MOST_INSTRUCTIONS = 1 << 21
 RESULTS = test_backward_rows.RESULTS
 
 
@@ -360,7 +360,7 @@ def _no_fault_on_hopper(mutant: mutation.Mutant, width: int, has_bounds: bool) -
     if no_wait and place == at("barriers.dout_empty.Wait("):
         return "there is word of the block since Q was given back, and dO was given back before"
     if fault == "relax: mbarrier.arrive" and at("Release(barriers.dout_empty);", 0) in calls:
-        return "Q is given back after dO, and with both known the block's copies begin"
+        return "Q is given back after it, and dO is loaded only when that is known"
     if width != 192:
         if no_wait and place == at("control.weights_empty[weight_stage].Wait("):
             return "of two stages: both warpgroups have met since they read dS of the block before the last"
@@ -399,7 +399,7 @@ def _no_fault_on_hopper(mutant: mutation.Mutant, width: int, has_bounds: bool) -
     if waits and place == at("ptx::wgmma_wait_group<1>();", 1):
         return "it is for dO to be given back, which is loaded only when Q is given back, too: behind another wait"
     if waits and place == at("ptx::wgmma_wait_group<0>();", 0):
-        return "nothing comes before the wait for dQ"
+        return "the wait for dQ comes before anybody needs dK"
     if fault == "drop: wgmma.fence" and place in {at("ptx::wgmma_fence();", which) for which in (2, 6, 7, 14, 15)}:
         return "nobody has used the registers since the fence before"
 
