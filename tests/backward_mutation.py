@@ -26,6 +26,7 @@ from jax_fa4.emulated import Kernel, mutation
 
 BF16 = ml_dtypes.bfloat16
 MOST_INSTRUCTIONS = 1 << 21
+SCHEDULES = 12  # of a try: an arrival too many shows in most interleavings, not in all
 RESULTS = test_backward_rows.RESULTS
 
 
@@ -454,14 +455,11 @@ def case(name: str) -> mutation.Case:
         del problems[:-1]
 
     def try_out(kernel: Kernel, seed: int) -> str | None:
-        # An arrival too many shows in most interleavings, not in all.
         runs = itertools.product(range(SCHEDULES * seed, SCHEDULES * (seed + 1)), problems)
         return next((fault for one, problem in runs if (fault := problem.run(kernel, one, subject.in_order))), None)
 
     return mutation.Case(ptx(name), try_out, reasons(name), "backward.cu")
 
-
-SCHEDULES = int(__import__("os").environ.get("SCHED", "12"))
 
 if __name__ == "__main__":
     sys.exit(command(__doc__, CASES, case, faults))
