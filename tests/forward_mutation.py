@@ -15,7 +15,7 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -185,30 +185,35 @@ CASES = {
 
 
 @functools.cache
-def place_of(forward: Forward, text: str, which: int = 0) -> str:
-    """The place of the line of the kernel that holds the text: of several, which of them."""
-    source = ROOT / forward.source
+def place_of(path: str, text: str, which: int = 0) -> str:
+    """The place of the line of a source file that holds the text: of several, which of them."""
+    source = ROOT / path
     lines = source.read_text().split("\n")
     return f"{source.name}:{[number for number, line in enumerate(lines, 1) if text in line][which]}"
+
+
+def faults(name: str) -> list[mutation.Mutant]:
+    return mutation.mutants(ptx(name), Path(CASES[name][0].source).name)
 
 
 def reasons(name: str) -> dict[str, str]:
     """Why faults are not noticed."""
     forward, (width, _), has_bounds = CASES[name]
     no_fault = _no_fault_on_blackwell if forward is BLACKWELL else _no_fault_on_hopper
-    mutants = mutation.mutants(ptx(name), Path(forward.source).name)
-    return {mutant.name: f"equivalent: {why}" for mutant in mutants if (why := no_fault(mutant, width, has_bounds))}
+    return {
+        mutant.name: f"equivalent: {why}" for mutant in faults(name) if (why := no_fault(mutant, width, has_bounds))
+    }
 
 
 def _no_fault_on_hopper(mutant: mutation.Mutant, width: int, has_bounds: bool) -> str | None:
     """Why a mutant is no fault, if it is none."""
-    at = functools.partial(place_of, HOPPER)
+    at = functools.partial(place_of, HOPPER.source)
     calls, place, fault = {*mutant.chain.split(", called at ")}, mutant.place, f"{mutant.kind}: {mutant.opcode}"
     no_wait = fault in ("never wait: mbarrier.try_wait.parity", "relax: mbarrier.try_wait.parity")
 
     if not has_bounds:
-        barriers = dataclasses.replace(HOPPER, source="csrc/sm90/barriers.h")
-        clears = place_of(barriers, "value_arrived.Init(1);") in calls or place == at("note.hull = hull;")
+        initialised = place_of("csrc/sm90/barriers.h", "value_arrived.Init(1);")
+        clears = initialised in calls or place == at("note.hull = hull;")
         if clears and mutant.kind != "count - 1":  # which makes an invalid barrier
             return "where all rows see all keys, no values are cleared"
 
@@ -270,7 +275,7 @@ def _no_fault_on_hopper(mutant: mutation.Mutant, width: int, has_bounds: bool) -
 
 def _no_fault_on_blackwell(mutant: mutation.Mutant, width: int, has_bounds: bool) -> str | None:
     """Why a mutant is no fault, if it is none."""
-    at = functools.partial(place_of, BLACKWELL)
+    at = functools.partial(place_of, BLACKWELL.source)
     calls, place, fault = mutant.chain.split(", called at "), mutant.place, f"{mutant.kind}: {mutant.opcode}"
 
     # ---- Products
@@ -292,8 +297,8 @@ def _no_fault_on_blackwell(mutant: mutation.Mutant, width: int, has_bounds: bool
     no_wait = fault in ("never wait: mbarrier.try_wait.parity", "relax: mbarrier.try_wait.parity")
     if no_wait and place == at("q_load_empty.Wait(") and mutant.ordinal == 2 and width > 128:
         return "in the ring of two, keys have just taken the place of those that were the last to meet this Q"
-    common = dataclasses.replace(BLACKWELL, source="csrc/common/shared_memory.h")
-    before_hull = {at("clear_unseen(memory.KeyValue(of_value.stage)"), place_of(common, "(values, 0, hull.begin")}
+    clears = place_of("csrc/common/shared_memory.h", "(values, 0, hull.begin")
+    before_hull = {at("clear_unseen(memory.KeyValue(of_value.stage)"), clears}
     if fault == "drop: st.shared" and before_hull <= {*calls}:
         return "the hull begins in the last block that is gone through, which comes later"
 
@@ -387,19 +392,24 @@ def case(name: str) -> mutation.Case:
     return mutation.Case(ptx(name), try_out, reasons(name), Path(forward.source).name)
 
 
-def one_of_each_kind(one: mutation.Case) -> list[mutation.Mutant]:
+def one_of_each_kind(one: mutation.Case, faults: Iterable[mutation.Mutant]) -> list[mutation.Mutant]:
     """Mutants without a reason: the first of each kind of fault and of instruction."""
     first: dict[tuple[str, str], mutation.Mutant] = {}
-    for mutant in mutation.mutants(one.ptx, one.file):
+    for mutant in faults:
         if mutant.name not in one.reasons:
             first.setdefault((mutant.kind, mutant.opcode), mutant)
     return list(first.values())
 
 
-def main() -> int:
-    """The command; returns its exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", choices=list(CASES), default=list(CASES), metavar="NAME")
+def command(
+    description: str | None,
+    cases: Mapping[str, Any],
+    case: Callable[[str], mutation.Case],
+    faults: Callable[[str], Iterable[mutation.Mutant]],
+) -> int:
+    """The command; returns its exit status. `case` and `faults`: by a case's name."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", choices=list(cases), default=list(cases), metavar="NAME")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--only", type=re.compile, default=re.compile(""), metavar="REGEX", help="of mutants' names")
@@ -408,11 +418,12 @@ def main() -> int:
     for name in options.names:
         print(f"{name}:", flush=True)
         one = case(name)
-        known = {mutant: why for mutant, why in one.reasons.items() if options.only.search(mutant)}
+        chosen = {mutant.name for mutant in faults(name) if options.only.search(mutant.name)}
+        known = {mutant: why for mutant, why in one.reasons.items() if mutant in chosen}
         one = dataclasses.replace(one, reasons=known)
-        status |= mutation.study(one, options.seeds, options.workers, options.only.search)
+        status |= mutation.study(one, options.seeds, options.workers, chosen.__contains__)
     return status
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(__doc__, CASES, case, faults))

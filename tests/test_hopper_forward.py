@@ -50,7 +50,7 @@ def test_ctas(choice: Mapping[str, Any]) -> None:
 def test_faults_are_noticed() -> None:
     """One of each kind; all of them are a command's: see forward_mutation.py."""
     case = forward_mutation.case("hopper_128_bounds")
-    chosen = forward_mutation.one_of_each_kind(case)
+    chosen = forward_mutation.one_of_each_kind(case, forward_mutation.faults("hopper_128_bounds"))
     for verdict in mutation.judge(case, [(mutant,) for mutant in chosen], 1):
         assert verdict.caught, verdict.mutants[0].name
     assert len(chosen) > 45
