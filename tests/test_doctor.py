@@ -203,6 +203,7 @@ def test_self_tests(capability: str, fault: str | None, capsys: Captured, monkey
         tested.append(kernels)
         return fault
 
+    native.register()  # for the GPUs that there are
     monkeypatch.setattr(jax, "local_devices", lambda: [gpu, gpu])
     monkeypatch.setattr(selftest, "fault", test)
     problems = list(doctor._print_self_tests())
