@@ -208,15 +208,17 @@ def test_main_writes_figures_plot_and_checkpoint(tmp_path, monkeypatch, capsys):
     assert (config.steps, config.seed) == (2, 3)
 
 
-def test_blackwell_main_is_right_and_draws(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("name", "largest"), [("forward", 0.04), ("backward", 0.15)])
+def test_blackwell_main_is_right_and_draws(name, largest, tmp_path, monkeypatch, capsys):
     out = tmp_path / "new" / "run"
-    monkeypatch.setattr(sys, "argv", ["blackwell_on_cpu.py", "--seed", "5", "--out", str(out)])
+    flags = ["--backward"] if name == "backward" else []
+    monkeypatch.setattr(sys, "argv", ["blackwell_on_cpu.py", "--seed", "5", "--out", str(out), *flags])
     blackwell_on_cpu.main()
 
     printed = capsys.readouterr().out
-    assert "sm100_forward.sm_100f, forward_bfloat16_128_bounds: 8 CTAs of 512 threads" in printed
+    assert f"sm100_{name}.sm_100f, {name}_bfloat16_128_bounds: 8 CTAs of 512 threads" in printed
     kernel, dense = (float(x) for x in re.findall(r"against float32: ([\d.]+)", printed))
-    assert 0 < kernel < 2 * dense < 0.04
+    assert 0 < kernel < 2 * dense < largest
     assert_drawn(out / "timeline.png")
     assert json.loads((out / "trace.json").read_text())["otherData"]["truncated"] is False
 
@@ -255,3 +257,31 @@ def test_blackwell_timeline():
         ]
         assert waits  # how often, depends on how far others are
         assert not any(start < wait.end and wait.start < end for wait in waits for start, end in busy)
+
+
+def test_blackwell_timeline_of_the_backward():
+    """The first CTA has the first keys, which some row of all four blocks sees, for both heads of the group."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        _, launch = blackwell_on_cpu.run(*blackwell_on_cpu.inputs(0), seed=0, backward=True)
+    spans = blackwell_on_cpu.backward_timeline(launch.trace)
+    blocks, panels, steps = 4 * 2, 2, 128 // 16
+    assert all(spans.values())
+    assert len(spans["load"]) == panels * (2 + 2 * blocks)
+    assert len(spans["store"]) == panels * 2
+    # What is done for a block of rows, in order; and S of the next before dK and dQ, dP of the next after them.
+    products = [spans[f"{name} MMA"] for name in ("S", "dP", "dV", "dK", "dQ")]
+    s, dp, dv, dk, dq = ([x[i : i + steps] for i in range(0, len(x), steps)] for x in products)
+    assert {len(x) for x in (s, dp, dv, dk, dq)} == {blocks}
+    order = [s[0], dp[0], dv[0]]
+    for i in range(1, blocks):
+        order += [s[i], dk[i - 1], dq[i - 1], dp[i], dv[i]]
+    order += [dk[-1], dq[-1]]
+    assert all(a.end <= b.start for a, b in itertools.pairwise(itertools.chain(*order)))
+    add = [spans["add"][i : i + 4] for i in range(0, len(spans["add"]), 4)]
+    assert len(add) == blocks
+    for i in range(blocks):
+        assert {x.tile for x in (*s[i], *dp[i], *dv[i], *dk[i], *dq[i], *add[i])} == {i % 2}
+        assert dq[i][-1].end < add[i][0].start
+        for name in ("compute 0", "compute 1"):
+            assert any(s[i][-1].end <= x.end and x.start <= dv[i][0].start for x in spans[name])
+        assert any(dq[i][-1].end <= x.start <= add[i][0].start for x in spans["reduce"])
