@@ -543,11 +543,14 @@ def test_installed_kernels_are_those_of_the_source(tmp_path: Path, kernel: Any, 
             assert all(name.startswith(b"csrc/") for name in names)
 
 
+def installed_code(kernel: str) -> Any:
+    """The machine code of each entry; that it is of the source is tested above."""
+    return build_kernels.disassemble(lzma.decompress((INSTALLED / f"{kernel}.sm_100f.cubin.xz").read_bytes()))
+
+
 @pytest.fixture(scope="module")
 def blackwell_forward() -> Any:
-    """The machine code of each entry; that it is of the source is tested above."""
-    packed = (INSTALLED / "sm100_forward.sm_100f.cubin.xz").read_bytes()
-    return build_kernels.disassemble(lzma.decompress(packed))
+    return installed_code("sm100_forward")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -562,6 +565,19 @@ def test_a_block_of_keys_takes_as_few_instructions_as_in_the_official_kernels(
     assert {part: number for part, number in taken.items() if number > 1.03 * official[part]} == {}
     exponentials = {part: float(x.each("MUFU.EX2")) for part, x in parts.items() if part.startswith("softmax")}
     assert {part: number for part, number in exponentials.items() if number > sass.OFFICIAL_EX2} == {}
+
+
+def test_a_block_of_rows_takes_no_more_instructions_than_in_the_official_backward() -> None:
+    code = installed_code("sm100_backward")
+    for dtype in ("float16", "bfloat16"):
+        loops = sass.loops_of(code[f"backward_{dtype}_128_full"])
+        (compute,) = [loop.shortest for loop in loops if loop.longest.count("MUFU.EX2")]
+        (products,) = [loop.longest for loop in loops if loop.longest.count("UTCHMMA")]
+        (reduce,) = [loop.longest for loop in loops if loop.longest.count("LDTM") and loop.longest.count("STS") == 32]
+        assert (compute.count("MUFU.EX2"), products.count("UTCHMMA"), reduce.count("LDTM")) == (64, 40, 4)
+        # Nothing is masked in the compute warps' block.
+        taken = [float(path.instructions) for path in (compute, products, reduce)]
+        assert all(ours <= official for ours, official in zip(taken, (439, 298, 100), strict=True)), taken
 
 
 def test_the_installed_package_is_found() -> None:
