@@ -9,16 +9,10 @@
 #define JAX_FA4_CSRC_COMMON_BACKWARD_PARAMETERS_H_
 
 #include "csrc/common/integers.h"
+#include "csrc/common/mask_kind.h"
 #include "csrc/common/tensor_map.h"
 
 namespace jax_fa4 {
-
-// What differs between kernels of the same widths and dtype.
-enum class BackwardKind {
-  kFull,    // every row sees every key
-  kBounds,  // rows see intervals, from the band or from arrays
-  kSoftcap  // the same, and logits are capped
-};
 
 // What the rows of a block see: from the first key that one of them sees to the one behind the
 // last; end is not above begin if they see none.

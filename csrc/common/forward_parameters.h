@@ -4,16 +4,10 @@
 #define JAX_FA4_CSRC_COMMON_FORWARD_PARAMETERS_H_
 
 #include "csrc/common/integers.h"
+#include "csrc/common/mask_kind.h"
 #include "csrc/common/tensor_map.h"
 
 namespace jax_fa4 {
-
-// What differs between kernels of the same widths and dtype.
-enum class ForwardKind {
-  kFull,    // every row sees every key
-  kBounds,  // rows see intervals, from the band or from arrays
-  kSoftcap  // the same, and logits are capped
-};
 
 // All arrays are contiguous, in the layouts of docs/spec.md. Operands whose leading axis is shorter
 // than `batch` divide it: batch element b uses row b % length.

@@ -1,7 +1,6 @@
 // What the kernels of attention are asked for, once a call has been checked: between the checks and
 // the choice of a kernel (plan.cc), and the code that knows one family of kernels
-// (plain_kernels.cc, tensor_core_forward.cc,
-// tensor_core_backward.cc).
+// (plain_kernels.cc, tensor_core_forward.cc, tensor_core_backward.cc).
 
 #ifndef JAX_FA4_CSRC_HOST_PROBLEM_H_
 #define JAX_FA4_CSRC_HOST_PROBLEM_H_

@@ -11,6 +11,7 @@
 #include <span>
 #include <string>
 
+#include "csrc/common/mask_kind.h"
 #include "csrc/host/problem.h"
 
 namespace jax_fa4 {
@@ -27,8 +28,6 @@ extern const Architecture kBlackwell, kHopper;
 inline constexpr int64_t kMostTasks = std::numeric_limits<int32_t>::max();
 inline constexpr int64_t kMostRows = (int64_t{1} << 31) - 256;
 
-// What a kernel does with rows' bounds.
-enum class MaskKind { kFull, kBounds, kSoftcap };
 MaskKind MaskKindOf(const Problem& problem);
 
 // The kernels' name for a call, "forward_bfloat16_192_128_full", by the widths that they are

@@ -32,7 +32,7 @@
 
 namespace jax_fa4::sm100 {
 
-using Kind = BackwardKind;
+using Kind = MaskKind;
 
 // Warps of a CTA: three warpgroups, a thread of each for a lane of tensor memory, and single warps.
 inline constexpr uint32_t kReduceGroup = 0, kComputeGroup = 1, kOtherGroup = 3;

@@ -47,7 +47,7 @@ class RowBlocks {
  public:
   __device__ __forceinline__ RowBlocks(const BackwardParameters& p,
                                        const BackwardTask<Variant>& task)
-      : hulls_(Variant::kKind == BackwardKind::kFull ? nullptr : task.Hulls(p)),
+      : hulls_(Variant::kKind == MaskKind::kFull ? nullptr : task.Hulls(p)),
         row_blocks_(p.row_blocks),
         keys_(task.keys),
         group_(task.group),
@@ -57,7 +57,7 @@ class RowBlocks {
   __device__ __forceinline__ bool Next() {
     if (++in_group_ < group_) return true;
     in_group_ = 0;
-    if constexpr (Variant::kKind == BackwardKind::kFull) {
+    if constexpr (Variant::kKind == MaskKind::kFull) {
       return ++block_ < row_blocks_;
     } else {
       while (meeting_ == 0) {
@@ -81,7 +81,7 @@ class RowBlocks {
   __device__ __forceinline__ uint32_t InGroup() const { return in_group_; }  // of the head
   // Whether some row of the block sees nothing.
   __device__ __forceinline__ bool Idle() const {
-    return Variant::kKind != BackwardKind::kFull && (idle_ >> block_ % 32 & 1) != 0;
+    return Variant::kKind != MaskKind::kFull && (idle_ >> block_ % 32 & 1) != 0;
   }
 
  private:

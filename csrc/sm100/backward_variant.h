@@ -12,11 +12,11 @@ struct BackwardRegisters {
   uint32_t reduce, compute, other;  // one warpgroup, two, one
 };
 
-template <class OfElement, int32_t kShapeIndex, BackwardKind kOfKind>
+template <class OfElement, int32_t kShapeIndex, MaskKind kOfKind>
 struct BackwardVariant {
   using Element = OfElement;
   static constexpr BackwardShape kShape = kBackwardShapes[kShapeIndex];
-  static constexpr BackwardKind kKind = kOfKind;
+  static constexpr MaskKind kKind = kOfKind;
   static constexpr BackwardColumns kColumns = ColumnsOf(kShape);
   static constexpr int32_t kRows = kShape.row_block, kKeys = kShape.key_block;
 

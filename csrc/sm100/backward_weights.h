@@ -73,7 +73,7 @@ class SeenRows {
                                       uint32_t key)
       : warp_key_(key), bounds_(BoundsOf(p, task.batch)) {
     const bool is_key = key + threadIdx.x % 32 < task.keys.end;
-    if constexpr (Variant::kKind == BackwardKind::kFull) {
+    if constexpr (Variant::kKind == MaskKind::kFull) {
 #pragma unroll
       for (uint32_t& word : words) word = is_key ? ~0u : 0;
     } else if (bounds_.lower == nullptr && is_key) {
@@ -85,7 +85,7 @@ class SeenRows {
 
   // Begins to load what Find needs for the rows from `first` on.
   __device__ __forceinline__ void Prefetch(uint32_t first) {
-    if constexpr (Variant::kKind != BackwardKind::kFull) {
+    if constexpr (Variant::kKind != MaskKind::kFull) {
       if (bounds_.lower == nullptr) return;
 #pragma unroll
       for (int32_t i = 0; i < kWords; ++i) {
@@ -97,7 +97,7 @@ class SeenRows {
   // Finds them, of the rows from `first` on. Whether some of the warp's rows do not see all of its
   // keys. All lanes call it together.
   __device__ __forceinline__ bool Find(uint32_t first) {
-    if constexpr (Variant::kKind == BackwardKind::kFull) {
+    if constexpr (Variant::kKind == MaskKind::kFull) {
       return warp_key_ + 32 > static_cast<uint32_t>(bounds_.keys);
     } else {
       const bool has_band = bounds_.lower == nullptr;
@@ -147,7 +147,7 @@ __device__ __forceinline__ void Weigh(float (&s)[32],
 #pragma unroll
     for (int32_t i = row; i < row + 4; i += 2) {
       float2 x = make_float2(s[i], s[i + 1]), slope = Both(1);
-      if (Variant::kKind == BackwardKind::kSoftcap) {
+      if (Variant::kKind == MaskKind::kSoftcap) {
         const CapAndSlope cap(ptx::mul_rn_f32x2(x, Both(scale.into_cap)));
         x = cap.capped;
         slope = cap.slope;
@@ -161,7 +161,7 @@ __device__ __forceinline__ void Weigh(float (&s)[32],
         x = make_float2(ptx::selp_f32_bit(x.x, 0, keep, i), ptx::selp_f32_bit(x.y, 0, keep, i + 1));
       }
       packed[i / 2] = Pack<typename Variant::Element>(x.x, x.y);
-      if (Variant::kKind == BackwardKind::kSoftcap) x = ptx::mul_rn_f32x2(x, slope);
+      if (Variant::kKind == MaskKind::kSoftcap) x = ptx::mul_rn_f32x2(x, slope);
       s[i] = x.x;
       s[i + 1] = x.y;
     }

@@ -18,7 +18,7 @@ struct Widths {
 inline constexpr Widths kWidths[] = {{64, 64}, {96, 96}, {128, 128}, {192, 128}};
 
 using Parameters = ForwardParameters;
-using Kind = ForwardKind;
+using Kind = MaskKind;
 
 inline constexpr int32_t kThreads = 512;
 inline constexpr int32_t kTileRows = 128;  // of a query tile, packed: see ForwardParameters

@@ -52,8 +52,8 @@ __device__ __forceinline__ uint32_t SameInAllLanes(uint32_t x) {
 template <class Variant>
 struct Backward {
   static constexpr BackwardShape kShape = Variant::kShape;
-  static constexpr BackwardKind kKind = Variant::kKind;
-  static constexpr bool kHasBounds = kKind != BackwardKind::kFull;
+  static constexpr MaskKind kKind = Variant::kKind;
+  static constexpr bool kHasBounds = kKind != MaskKind::kFull;
   static constexpr int32_t kRows = Variant::kRows, kKeys = Variant::kKeys;
   static constexpr int32_t kWidth = Variant::kWidth, kValueWidth = Variant::kValueWidth;
   static constexpr int32_t kStages = Variant::kStages;
@@ -401,7 +401,7 @@ struct Backward {
     const Products all_products(
         consumer, memory.Key(), memory.Value(), memory.Query(0), memory.Dout(0), memory.Weights(0));
     const BackwardScale scale(ScaleOf(p, control.task.batch),
-                              kKind == BackwardKind::kSoftcap ? p.softcap : 0);
+                              kKind == MaskKind::kSoftcap ? p.softcap : 0);
     // A thread has two keys, 8 apart, and of each 8 rows two neighbours.
     const uint32_t key =
         control.task.first_key + consumer * Variant::kGroupKeys + warp * 16 + lane / 4;
@@ -472,7 +472,7 @@ struct Backward {
           for (int32_t i = 0; i < Variant::kPieces; ++i) {
             const int32_t piece = part * Variant::kPieces + i;
             float* const s_piece = s + i * (Variant::kPieceRows / 2);
-            if (kKind != BackwardKind::kSoftcap) PackPiece(p_t[piece], s_piece);
+            if (kKind != MaskKind::kSoftcap) PackPiece(p_t[piece], s_piece);
             ptx::wgmma_fence();
             products.WeightDout(dvalue, p_t, stage, piece);
             if (i == 0) {
@@ -558,7 +558,7 @@ struct Backward {
     const Products products(
         0, memory.Key(), memory.Value(), memory.Query(0), memory.Dout(0), memory.Weights(0));
     const BackwardScale scale(ScaleOf(p, control.task.batch),
-                              kKind == BackwardKind::kSoftcap ? p.softcap : 0);
+                              kKind == MaskKind::kSoftcap ? p.softcap : 0);
     const uint32_t key = control.task.first_key + warp * 16 + lane / 4, row = lane % 4 * 2;
     typename Products::ValueSum dvalue;
 #pragma unroll
@@ -593,7 +593,7 @@ struct Backward {
             make_float4(s[4 * i], s[4 * i + 1], s[4 * i + 2], s[4 * i + 3]);
       }
       WeightsHandedOn::Arrive();
-      if (kKind != BackwardKind::kSoftcap) PackPiece(p_t[0], s);
+      if (kKind != MaskKind::kSoftcap) PackPiece(p_t[0], s);
       barriers.dout_full.Wait(parity);
       ptx::wgmma_fence();
       products.WeightDout(dvalue, p_t, stage, 0);
@@ -720,7 +720,7 @@ struct Backward {
       for (int32_t j = 0; j < 4; j += 2) {
         float* const x = s + 4 * i + j;
         float slope[2];
-        if (kKind == BackwardKind::kSoftcap) {
+        if (kKind == MaskKind::kSoftcap) {
 #pragma unroll
           for (int32_t k = 0; k < 2; ++k) {
             const CappedWithSlope capped = CapWithSlope(x[k] * scale.into_cap);
@@ -735,7 +735,7 @@ struct Backward {
           if (own - seen.x >= seen.y) x[0] = 0;
           if (own - seen.z >= seen.w) x[1] = 0;
         }
-        if (kKind == BackwardKind::kSoftcap) {
+        if (kKind == MaskKind::kSoftcap) {
           packed[part][2 * i + j / 2] = Pack<Element>(x[0], x[1]);
           x[0] *= slope[0];
           x[1] *= slope[1];
@@ -967,7 +967,7 @@ using namespace jax_fa4;
   extern "C" __global__ void __launch_bounds__(                                                  \
       sm90::BackwardThreads(sm90::kBackwardShapes[shape]), 1)                                    \
       backward_##Element##_##width_name##_##kind(const __grid_constant__ BackwardParameters p) { \
-    sm90::Backward<sm90::BackwardVariant<ptx::Element, shape, BackwardKind::Kind>>::Run(p);      \
+    sm90::Backward<sm90::BackwardVariant<ptx::Element, shape, MaskKind::Kind>>::Run(p);          \
   }
 #define BACKWARD_KINDS(Element, shape, width_name)      \
   BACKWARD(Element, shape, width_name, full, kFull)     \

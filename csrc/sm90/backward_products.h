@@ -6,8 +6,6 @@
 #include "csrc/common/lanes.h"
 #include "csrc/common/panels.h"
 #include "csrc/ptx/wgmma.h"
-#include "csrc/ptx/wgmma_tiles.h"
-#include "csrc/sm90/backward_variant.h"
 
 namespace jax_fa4::sm90 {
 

@@ -8,10 +8,10 @@
 
 namespace jax_fa4::sm90 {
 
-template <class OfElement, int32_t kShapeIndex, BackwardKind kOfKind>
+template <class OfElement, int32_t kShapeIndex, MaskKind kOfKind>
 struct BackwardVariant {
   using Element = OfElement;
-  static constexpr BackwardKind kKind = kOfKind;
+  static constexpr MaskKind kKind = kOfKind;
   static constexpr BackwardShape kShape = kBackwardShapes[kShapeIndex];
   static constexpr int32_t kRows = kShape.row_block, kKeys = kShape.key_block;
   static constexpr int32_t kWidth = kShape.width, kValueWidth = kShape.value_width;
@@ -24,7 +24,7 @@ struct BackwardVariant {
   // Rows whose S and dP a thread holds at a time: all, unless there is no room for them beside dK
   // and dV, or beside the weights of all of them.
   static constexpr int32_t kPartRows =
-      (kSharesKeys && kWidth + kValueWidth > 256) || (kRows > 64 && kKind == BackwardKind::kSoftcap)
+      (kSharesKeys && kWidth + kValueWidth > 256) || (kRows > 64 && kKind == MaskKind::kSoftcap)
           ? kRows / 2
           : kRows;
   static constexpr int32_t kParts = kRows / kPartRows;
@@ -44,7 +44,7 @@ struct BackwardVariant {
 
   // Whether the product dP runs beside the computation of weights. Under a cap this has no
   // registers to spare.
-  static constexpr bool kDoutIsEarly = kKind != BackwardKind::kSoftcap;
+  static constexpr bool kDoutIsEarly = kKind != MaskKind::kSoftcap;
 
   static constexpr uint32_t kProducerRegisters = 24, kConsumerRegisters = 240;
 };

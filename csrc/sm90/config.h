@@ -21,7 +21,7 @@ inline constexpr Shape kShapes[] = {
     {64, 64, 3, 128}, {96, 96, 2, 128}, {128, 128, 2, 128}, {192, 128, 2, 112}, {256, 256, 2, 80}};
 
 using Parameters = ForwardParameters;
-using Kind = ForwardKind;
+using Kind = MaskKind;
 
 inline constexpr int32_t kGroupRows = 64;      // of a query tile, packed: see ForwardParameters
 inline constexpr int32_t kGroupThreads = 128;  // of a warpgroup
