@@ -30,6 +30,7 @@ from forward_suite import (
     Build,
     ForwardSuite,
     Widths,
+    drawn,
     parametrize_builds,
 )
 from hypothesis import given
@@ -310,19 +311,8 @@ class BackwardSuite:
     @given(st.data())
     def test_random(self, data: st.DataObject) -> None:
         """Random sizes, masks, dtypes, data and schedules; few of each size, so that compilations are shared."""
-        pick = lambda options: data.draw(st.sampled_from(options))  # noqa: E731
-        kv_heads = pick((1, 2, 3))
-        widths = pick((*self.compiled_widths, *NARROWER))
-        sizes = Sizes(
-            pick((1, 2)), pick((1, 5, 64, 300)), pick((1, 3, 100, 520)), kv_heads * pick((1, 2, 5)), kv_heads, *widths
-        )
-        features = data.draw(st.sets(st.sampled_from(list(SPARSE)), max_size=5))
-        choice = NONE | {name: pick(SPARSE[name][1:]) for name in SPARSE if name in features}
-        rng = np.random.default_rng(data.draw(st.integers(0, 9)))
-        arguments = operands(sizes, pick(DTYPES), rng, pick(list(KINDS))) | masked(sizes, choice, rng)
-        arguments |= {"deterministic": pick((False, True))}
-        options = {"seed": pick((0, 1, 2)), "sm_count": pick((148, 2)), "arch": pick(self.targets)}
-        self.check(arguments, poison=pick((None, np.nan)), **options)
+        arguments, options = drawn(data, self.compiled_widths, self.targets)
+        self.check(arguments | {"deterministic": data.draw(st.booleans())}, **options)
 
     # ---- Transformations
 

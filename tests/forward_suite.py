@@ -70,6 +70,24 @@ class Launched(NamedTuple):
     launch: Any
 
 
+def drawn(
+    data: st.DataObject, compiled_widths: Sequence[Widths], targets: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A random call's arguments, and the options of a suite's `check`: what is planted, and how it is scheduled."""
+    pick = lambda options: data.draw(st.sampled_from(options))  # noqa: E731
+    kv_heads = pick((1, 2, 3))
+    widths = pick((*compiled_widths, *NARROWER))
+    sizes = Sizes(
+        pick((1, 2)), pick((1, 5, 64, 300)), pick((1, 3, 100, 520)), kv_heads * pick((1, 2, 5)), kv_heads, *widths
+    )
+    features = data.draw(st.sets(st.sampled_from(list(SPARSE)), max_size=5))
+    choice = NONE | {name: pick(SPARSE[name][1:]) for name in SPARSE if name in features}
+    rng = np.random.default_rng(data.draw(st.integers(0, 9)))
+    arguments = operands(sizes, pick(DTYPES), rng, pick(list(KINDS))) | masked(sizes, choice, rng)
+    options = {"seed": pick((0, 1, 2)), "sm_count": pick((148, 2)), "arch": pick(targets)}
+    return arguments, options | {"poison": pick((None, np.nan))}
+
+
 class ForwardSuite:
     """All tests of one forward.
 
@@ -304,18 +322,8 @@ class ForwardSuite:
     @given(st.data())
     def test_random(self, data: st.DataObject) -> None:
         """Random sizes, masks, dtypes, data and schedules; few of each size, so that compilations are shared."""
-        pick = lambda options: data.draw(st.sampled_from(options))  # noqa: E731
-        kv_heads = pick((1, 2, 3))
-        widths = pick((*self.compiled_widths, *NARROWER))
-        sizes = Sizes(
-            pick((1, 2)), pick((1, 5, 64, 300)), pick((1, 3, 100, 520)), kv_heads * pick((1, 2, 5)), kv_heads, *widths
-        )
-        features = data.draw(st.sets(st.sampled_from(list(SPARSE)), max_size=5))
-        choice = NONE | {name: pick(SPARSE[name][1:]) for name in SPARSE if name in features}
-        rng = np.random.default_rng(data.draw(st.integers(0, 9)))
-        arguments = operands(sizes, pick(DTYPES), rng, pick(list(KINDS))) | masked(sizes, choice, rng)
-        options = {"seed": pick((0, 1, 2)), "sm_count": pick((148, 2)), "arch": pick(tuple(self.targets))}
-        self.check(arguments, poison=pick((None, np.nan)), **options)
+        arguments, options = drawn(data, self.compiled_widths, tuple(self.targets))
+        self.check(arguments, **options)
 
     # ---- The scale
 
