@@ -274,21 +274,22 @@ class _Rows(NamedTuple):
 def _run(
     call: _Call, axis_name: Hashable, devices: int, layout: Layout, arrays: dict[str, Any]
 ) -> Array | tuple[Array, Array]:
-    arrays, index = spec.varied((arrays, lax.axis_index(axis_name)))
-    get, query = arrays.get, arrays["query"]
     # With a width of 0 every logit is 0, whatever the scale.
-    scale = 1 / math.sqrt(query.shape[3] or 1) if call.default_scale else arrays["scale"]
-    scale = jnp.asarray(scale, spec.compute_dtype(query.dtype)).reshape(1)
-    lower, upper = _bounds(call, devices, layout, index, arrays)
+    width, dtype = arrays["query"].shape[3], spec.compute_dtype(arrays["query"].dtype)
+    scale = 1 / math.sqrt(width or 1) if call.default_scale else arrays["scale"]
+    # Before they vary over devices, so that the sum of the devices' gradients is rounded once.
+    wide = {"scale": scale, "sinks": arrays["sinks"]}
+    arrays |= {name: None if x is None else jnp.asarray(x, dtype) for name, x in wide.items()}
+    arrays, device = spec.varied((arrays, lax.axis_index(axis_name)))
+    get, query = arrays.get, arrays["query"]
+    lower, upper = _bounds(call, devices, layout, device, arrays)
     keys = _Keys(arrays["key"], arrays["value"], get("key_value_segment_ids"))
-    rows = _Rows(query, scale, index, lower, upper, get("query_segment_ids"))
-    rows, keys = spec.varied((rows, keys))
+    rows = _Rows(query, arrays["scale"].reshape(1), device, lower, upper, get("query_segment_ids"))
     problem = spec.Problem(softcap=call.softcap, deterministic=call.deterministic, wide_out=get("sinks") is not None)
-    ring = _Ring(reference, problem, axis_name, devices, layout)
-    operands, _ = _step(ring, rows, keys, index)
-    ring = dataclasses.replace(ring, implementation=dispatch.choose(call.implementation, problem, operands))
-    attend = _forward if ring.implementation is reference else _attend
-    out, lse, _ = attend(ring, rows, keys)
+    like_a_step = spec.Operands(query, keys.key, keys.value, rows.scale, lower, upper)
+    implementation = dispatch.choose(call.implementation, problem, like_a_step)
+    attend = _forward if implementation is reference else _attend  # the former is differentiated by JAX itself
+    out, lse, _ = attend(_Ring(implementation, problem, axis_name, devices, layout), rows, keys)
     if (sinks := get("sinks")) is not None:
         out = _apply_sinks(out, lse, sinks).astype(query.dtype)
     lse = lse.astype(np.float32)
@@ -298,7 +299,7 @@ def _run(
 
 
 def _bounds(
-    call: _Call, devices: int, layout: Layout, index: Array, arrays: dict[str, Any]
+    call: _Call, devices: int, layout: Layout, device: Array, arrays: dict[str, Any]
 ) -> tuple[Array, Array] | tuple[None, None]:
     """Row bounds of a device's rows, of all masks but segment ids; they count positions of the whole sequence.
 
@@ -321,7 +322,7 @@ def _bounds(
         get("query_seq_lengths"),
         get("key_value_seq_lengths"),
         get("row_bounds"),
-        position=_positions(layout, devices, index, length)[None],
+        position=_positions(layout, devices, device, length)[None],
     )
 
 
