@@ -6,6 +6,7 @@ The tests need several devices: GPUs, or a CPU that is eight devices, which `tes
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import math
 import os
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -279,6 +281,21 @@ def test_rows_of_very_different_size() -> None:
     arguments = random_call()
     arguments["key"] = draw("huge_logits", arguments["key"].shape, "float32", rng)
     check("contiguous", arguments)
+
+
+@needs_devices
+def test_logarithms_that_are_lost_in_lse() -> None:
+    """All logits are 2^25, where lse has no room for the logarithm of how many they are: steps are weighed by it."""
+    arguments = random_call({"is_causal": True})
+    arguments |= {name: np.ones_like(arguments[name]) for name in ("query", "key")}
+    arguments["scale"] = np.float32(2**25 / SIZES.width)
+    dout, dlse = cotangents(arguments)
+    static = {"is_causal": True, "return_residual": True, "implementation": "tiled"}
+    want = results(lambda arrays: attention(**arrays, **static), arguments, dout, 0 * dlse)
+    del static["return_residual"]
+    got = results(lambda x: sharded("contiguous", x, mesh=ring_of(), **static), arguments, dout, 0 * dlse)
+    for name in ("out", "value"):
+        np.testing.assert_allclose(got[name], want[name], rtol=0, atol=2e-6)
 
 
 @needs_devices
@@ -630,3 +647,63 @@ def test_bad_layouts(function: Callable[..., Array]) -> None:
     ):
         with pytest.raises(ValueError, match=words):
             function(x, **options)
+
+
+# The example
+
+
+@pytest.fixture(scope="module")
+def examples() -> tuple[Any, Any]:
+    """train_transformer and train_sharded, which share the former."""
+    if len(jax.devices()) < 8:
+        pytest.skip("needs eight devices")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parents[1] / "examples")
+        return importlib.import_module("train_transformer"), importlib.import_module("train_sharded")
+
+
+def _small_training(example: Any) -> tuple[Any, Any]:
+    """A config, and rows of packed documents."""
+    sizes = {"width": 32, "heads": 4, "kv_heads": 2, "head_width": 8, "hidden_width": 64, "length": 64}
+    lines = Path(__file__).read_bytes().splitlines(keepends=True)
+    config = example.Config(**sizes, layers=1, batch=4, steps=5, learning_rate=0.03)
+    return config, example.pack([line for line in lines if len(line) > 20], config.length)
+
+
+@needs_devices
+def test_sharded_model_has_the_loss_of_one_device(examples: tuple[Any, Any]) -> None:
+    """The example transformer on data x context, with parameters that all matter."""
+    example, train_sharded = examples
+    config, rows = _small_training(example)
+    rows, mesh = rows.take(slice(config.batch)), train_sharded.make_mesh(2, 4)
+    nnx = pytest.importorskip("flax.nnx")
+
+    def loss(attention_fn: Any, rows: Any, **options: Any) -> float:
+        model, keys = example.Transformer(config, attention_fn, nnx.Rngs(0)), nnx.Rngs(1)
+        nnx.update(model, jax.tree.map(lambda x: x + 0.3 * jax.random.normal(keys(), x.shape), nnx.state(model)))
+        return example.evaluate(model, rows, config.batch, **options)
+
+    one = loss(example.flash_attention, rows)
+    many = loss(
+        train_sharded.sharded_attention(mesh), train_sharded.lay_out(mesh, rows), place=train_sharded.place(mesh)
+    )
+    assert many == pytest.approx(one, rel=_order_of_a_sum(rows))
+    assert many != pytest.approx(loss(example.flash_attention, train_sharded.lay_out(mesh, rows)), rel=1e-3)
+
+
+@needs_devices
+@pytest.mark.slow
+def test_sharded_training_has_the_losses_of_one_device(examples: tuple[Any, Any]) -> None:
+    example, train_sharded = examples
+    config, rows = _small_training(example)
+    held_out = rows.take(slice(2 * config.batch))
+    _, one = example.train(config, example.flash_attention, rows, held_out)
+    _, many = train_sharded.train(train_sharded.make_mesh(2, 4), config, rows, held_out)
+    losses = ([*x.training, *x.held_out.values()] for x in (many, one))
+    np.testing.assert_allclose(*losses, rtol=_order_of_a_sum(rows.take(slice(config.batch))), atol=0)
+    assert one.training[-1] < one.training[0] - 0.5  # it learns
+
+
+def _order_of_a_sum(rows: Any) -> float:
+    """The relative error to expect of a float32 sum over all tokens of rows, which is in another order on a mesh."""
+    return float(np.sqrt(rows.tokens.size) * np.finfo(np.float32).eps)
