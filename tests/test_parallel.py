@@ -201,10 +201,10 @@ def random_call(choice: Arguments = types.MappingProxyType({}), sizes: Sizes = S
 
 
 @layouts
-@pytest.mark.parametrize("axis", [0, 1, -1])
+@pytest.mark.parametrize("axis", [1, -1])
 def test_layouts_are_orders_and_their_inverses(layout: str, axis: int) -> None:
-    for devices in (1, 2, 3, 8):
-        shape = (4 * devices, 6 * devices, 2 * devices)
+    for devices in (1, 3, 8):
+        shape = (2, 6 * devices, 4 * devices)
         x = np.arange(math.prod(shape)).reshape(shape)
         laid = to_layout(x, layout, devices, axis=axis)
         assert laid.shape == x.shape
@@ -225,13 +225,15 @@ def test_layouts_by_hand() -> None:
 @layouts
 def test_positions_and_bounds_of_shards(layout: str) -> None:
     """What the ring takes for positions is what `to_layout` puts there, and bounds count them."""
-    for devices, length in itertools.product((1, 2, 3, 8), (2, 6)):
+    for devices, length in itertools.product((1, 3, 8), (2, 6)):
         shards = np.asarray(to_layout(np.arange(devices * length), layout, devices, axis=0)).reshape(devices, length)
         bounds = np.arange(devices * length + 1, dtype=np.int32)
-        for device, shard in enumerate(shards):
-            np.testing.assert_array_equal(parallel._positions(layout, devices, jnp.int32(device), length), shard)
-            below = parallel._count_below(layout, devices, jnp.int32(device), length, bounds)
-            np.testing.assert_array_equal(below, (shard < bounds[:, None]).sum(1))
+        positions = lambda device: parallel._positions(layout, devices, device, length)  # noqa: B023, E731
+        below = lambda device: parallel._count_below(layout, devices, device, length, bounds)  # noqa: B023, E731
+        every = jnp.arange(devices, dtype=np.int32)
+        np.testing.assert_array_equal(jax.jit(jax.vmap(positions))(every), shards)
+        counts = (shards[:, None] < bounds[:, None]).sum(2)
+        np.testing.assert_array_equal(jax.jit(jax.vmap(below))(every), counts)
 
 
 # Results
@@ -296,6 +298,18 @@ def test_logarithms_that_are_lost_in_lse() -> None:
     got = results(lambda x: sharded("contiguous", x, mesh=ring_of(), **static), arguments, dout, 0 * dlse)
     for name in ("out", "value"):
         np.testing.assert_allclose(got[name], want[name], rtol=0, atol=2e-6)
+
+
+@needs_devices
+def test_partial_outs_are_not_rounded() -> None:
+    """Every key weighs the same, and the steps' means, near 1000 and -1000, cancel: bfloat16 would round them by 2."""
+    arguments = random_call(dtype="bfloat16")
+    arguments["query"] *= 0
+    first = np.arange(SIZES.keys)[:, None, None] < SIZES.keys // 2
+    arguments["value"] = (arguments["value"] + np.where(first, 1000, -1000)).astype("bfloat16")
+    out, _ = jax.jit(functools.partial(sharded, "contiguous", mesh=ring_of()))(arguments)
+    mean = np.repeat(arguments["value"].astype(np.float64).mean(1, keepdims=True), 2, 2)
+    np.testing.assert_allclose(np.asarray(out, np.float64), np.broadcast_to(mean, out.shape), rtol=2**-8, atol=1e-3)
 
 
 @needs_devices
