@@ -65,7 +65,8 @@ def train(
     mesh: Mesh, config: example.Config, rows: example.Rows, held_out: example.Rows
 ) -> tuple[example.Transformer, example.History]:
     """As `example.train`, on a mesh: the batch and the length are multiples of its axes, the latter of twice that."""
-    return example.train(config, sharded_attention(mesh), lay_out(mesh, rows), lay_out(mesh, held_out), place(mesh))
+    with jax.set_mesh(mesh):  # parameters are made on all its devices
+        return example.train(config, sharded_attention(mesh), lay_out(mesh, rows), lay_out(mesh, held_out), place(mesh))
 
 
 def main() -> None:

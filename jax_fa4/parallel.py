@@ -85,7 +85,7 @@ def ring_attention(
       value: (B, S, K, Dv) or (S, K, Dv), likewise.
       bias: not supported.
       mask: not supported.
-      axis_name: the mesh axis over which the sequence is sharded.
+      axis_name: the mesh axis over which the sequence is sharded, or a tuple of several.
       layout: which positions a device has: see `Layout`. "zigzag" and "striped" share the work of a causal mask evenly.
       scale: as in `jax_fa4.attention`.
       is_causal: likewise.
