@@ -122,7 +122,7 @@ def ring_attention(
     devices = _devices(axis_name)
     call, arrays = _check(**arguments)
     _check_layout(layout, devices, {name: arrays[name].shape[1] * devices for name in ("query", "key")})
-    if isinstance(query_offset, str):  # checked to be "end": the difference of the shards' lengths
+    if isinstance(query_offset, str):  # it is "end", and what was checked are shards
         call = dataclasses.replace(call, offset=(call.offset or 0) * devices)
     return _run(call, axis_name, devices, layout, arrays)
 
@@ -343,7 +343,11 @@ def _step(ring: _Ring, rows: _Rows, keys: _Keys, source: Any) -> tuple[spec.Oper
 
 def _unless_unseen(seen: Array | None, compute: Callable[[Any], Any], otherwise: Any) -> Any:
     """`compute(otherwise)`, of the type of `otherwise`, if any row sees anything; else `otherwise` itself."""
-    return compute(otherwise) if seen is None else lax.cond(seen.any(), compute, lambda x: x, otherwise)
+
+    def varied(x: Any) -> Any:  # what empty operands give is a constant
+        return spec.varied((x, compute(x)))[1]
+
+    return varied(otherwise) if seen is None else lax.cond(seen.any(), varied, lambda x: x, otherwise)
 
 
 class _Sum(NamedTuple):
@@ -391,7 +395,7 @@ def _forward(ring: _Ring, rows: _Rows, keys: _Keys) -> tuple[Array, Array, Array
 
     (keys, found), _ = lax.scan(turn, (keys, found), jnp.arange(ring.devices - 1, dtype=np.int32))
     top, total, acc = attend(ring.devices - 1, keys, found)
-    some = total > 0
+    some = total != 0
     total = jnp.where(some, total, 1)
     lse = top + jnp.log(total)
     rounding = jnp.log(total) - (lse - top)
@@ -421,7 +425,7 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
 class _Gradients(NamedTuple):
-    """In the compute dtype."""
+    """In the compute dtype while they are summed."""
 
     query: Array
     scale: Array

@@ -302,6 +302,12 @@ def test_logarithms_that_are_lost_in_lse() -> None:
 
 
 @needs_devices
+@pytest.mark.parametrize("zero", ["rows", "keys", "batch"])
+def test_zero_size(zero: str) -> None:
+    check("zigzag", random_call({"is_causal": True, "segments": "sorted"}, SIZES._replace(**{zero: 0})))
+
+
+@needs_devices
 def test_partial_outs_are_not_rounded() -> None:
     """Every key weighs the same, and the steps' means, near 1000 and -1000, cancel: bfloat16 would round them by 2."""
     arguments = random_call(dtype="bfloat16")
