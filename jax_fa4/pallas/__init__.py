@@ -1,0 +1,173 @@
+"""`pallas`: FlashAttention-4 in Pallas, for GPUs that have none of the fast CUDA kernels, and for readers.
+
+`forward_kernel` is the algorithm in a page, `backward_kernels` its gradients, `tiling` how a call is cut into blocks, `blocks` how large
+these are. Nothing is shared with the CUDA kernels but the meaning of a call (docs/spec.md).
+
+Kernels are lowered by Pallas' Triton backend. Pallas has two for GPUs, and the choice was made on what each serves:
+
+- Mosaic GPU is the one that JAX develops. In JAX 0.10 and 0.11 its kernels need the tensor memory accelerator and the
+  warpgroup products of compute capability 9.0 and newer; JAX 0.12 adds copies and products for 8.x to its primitives, by
+  other names than those of 9.0 and of 10.0. One kernel text would not serve Ampere, Ada and consumer Blackwell, for which
+  this implementation exists.
+- Triton serves every GPU from compute capability 8.0 by one text, in all releases of JAX that this package supports. It
+  has been deprecated since JAX 0.11 ("will be removed in a future version of JAX"). Where it is gone, `why_not` says so,
+  and the automatic choice goes on without it.
+
+On a CPU the kernels are interpreted: right, and slow.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jax_fa4 import cuda, selftest
+from jax_fa4 import problem as spec
+from jax_fa4.pallas import blocks
+
+try:
+    from jax_fa4.pallas import backward_kernels, forward_kernel
+except ImportError as error:  # a release of JAX without the backend
+    _missing: str | None = f"implementation='pallas' needs JAX's Triton backend of Pallas: {error}."
+else:
+    _missing = None
+
+_DTYPES = ("float16", "bfloat16", "float32")
+_MOST_WIDTH = 256
+_OLDEST = (8, 0)
+_PLATFORM = "implementation='pallas' needs an NVIDIA GPU or a CPU, but this is for the platform '{platform}'."
+
+
+def why_not(problem: spec.Problem, operands: spec.Operands, device: jax.Device | None) -> str | None:
+    """Why the kernels do not support a problem, or the device (None: whatever it is lowered for); None if they do."""
+    dtype = operands.query.dtype.name
+    widths = operands.query.shape[-1], operands.value.shape[-1]
+    if _missing is not None:
+        return _missing
+    if device is not None and (reason := _why_not_device(device)) is not None:
+        return reason
+    if dtype not in _DTYPES:
+        return f"implementation='pallas' supports the dtypes {', '.join(_DTYPES)}, but got {dtype}."
+    if max(widths) > _MOST_WIDTH:
+        return (
+            f"implementation='pallas' supports head widths up to {_MOST_WIDTH}, but got D={widths[0]}, Dv={widths[1]}."
+        )
+    for argument in ("bias", "mask"):
+        if getattr(operands, argument) is not None:
+            return (
+                f"implementation='pallas' does not support {argument}; causality, windows, lengths, segment ids and "
+                "row_bounds are supported without it."
+            )
+    return None
+
+
+def _why_not_device(device: jax.Device) -> str | None:
+    if device.platform == "cpu":
+        return None
+    if device.platform != "gpu":
+        return _PLATFORM.format(platform=device.platform)
+    capability = str(getattr(device, "compute_capability", ""))
+    if not capability.replace(".", "").isdigit():  # another maker's GPU
+        return f"implementation='pallas' needs an NVIDIA GPU or a CPU, but this is {device.device_kind}."
+    if selftest.capability(device) < _OLDEST:
+        return f"implementation='pallas' needs a GPU of compute capability 8.0 or newer, but this has {capability}."
+    return None
+
+
+def forward(problem: spec.Problem, operands: spec.Operands) -> tuple[Array, Array, Array]:
+    """Attention of `operands`, sorted already: out (B, T, N, Dv) in query's dtype, lse and its rounding (B, T, N)."""
+    return _on_platform(functools.partial(_run_forward, problem), operands)
+
+
+def backward(
+    problem: spec.Problem,
+    operands: spec.Operands,
+    out: Array,
+    lse: Array,
+    lse_rounding: Array | None,
+    dout: Array,
+    dlse: Array | None,
+    *,
+    with_bias: bool,
+) -> spec.Gradients:
+    """Gradients of `forward` from its results and their cotangents; bitwise the same every time."""
+    del with_bias  # there is none
+    return _on_platform(functools.partial(_run_backward, problem), operands, out, lse, lse_rounding, dout, dlse)
+
+
+def forward_on_gpus(problem: spec.Problem, operands: spec.Operands) -> tuple[Array, Array, Array]:
+    """`forward`, for a caller that stands in the `cuda` branch of a `lax.platform_dependent`."""
+    return _run_forward(problem, False, operands)
+
+
+def backward_on_gpus(
+    problem: spec.Problem, operands: spec.Operands, *results: Any, with_bias: bool
+) -> spec.Gradients:
+    """`backward`, for such a caller."""
+    del with_bias
+    return _run_backward(problem, False, operands, *results)
+
+
+def _on_platform(run: Any, *arguments: Any) -> Any:
+    leaves, tree = jax.tree.flatten(arguments)
+
+    def branch(interpret: bool) -> Any:
+        return lambda *leaves: run(interpret, *jax.tree.unflatten(tree, leaves))
+
+    interpreted, compiled = branch(True), branch(False)
+    return lax.platform_dependent(
+        *leaves, cpu=interpreted, cuda=compiled, default=cuda.refusal(interpreted, _PLATFORM)
+    )
+
+
+def _run_forward(problem: spec.Problem, interpret: bool, operands: spec.Operands) -> tuple[Array, Array, Array]:
+    width = operands.value.shape[3]
+    operands = _at_least_one_wide(operands)
+    found = _blocks("forward", interpret, operands)
+    out, *rest = forward_kernel.forward(problem, found, interpret, operands)
+    return out[..., :width], *rest
+
+
+def _run_backward(
+    problem: spec.Problem,
+    interpret: bool,
+    operands: spec.Operands,
+    out: Array,
+    lse: Array,
+    lse_rounding: Array | None,
+    dout: Array,
+    dlse: Array | None,
+) -> spec.Gradients:
+    widths = [x.shape[3] for x in operands[:3]]
+    operands, out, dout = _at_least_one_wide((operands, out, dout))
+    found = {kernel: _blocks(kernel, interpret, operands) for kernel in ("key gradients", "query gradients")}
+    *gradients, scale = backward_kernels.backward(
+        problem, found, interpret, operands, out, lse, lse_rounding, dout, dlse
+    )[:4]
+    return spec.Gradients(*(x[..., :width] for x, width in zip(gradients, widths, strict=True)), scale)
+
+
+def _blocks(kernel: blocks.Kernel, interpret: bool, operands: spec.Operands) -> blocks.Blocks:
+    """For the GPU at hand, which stands for all; without one, for the GPUs that have least."""
+    capability = None
+    if not interpret:
+        device = cuda.gpu_at_hand()
+        capability = _OLDEST if device is None else selftest.capability(device)
+    (_, tokens, heads, width), (_, keys, kv_heads, _) = operands.query.shape, operands.key.shape
+    widths = width, operands.value.shape[3]
+    return blocks.blocks(kernel, capability, widths, operands.query.dtype, tokens * heads // kv_heads, keys)
+
+
+def _at_least_one_wide(arrays: Any) -> Any:
+    """Arrays of heads for kernels, which take no empty ones: to a width of 0, a column of zeros adds nothing."""
+
+    def widen(x: Any) -> Any:
+        return jnp.zeros((*x.shape[:3], 1), x.dtype) if x.ndim == 4 and x.shape[3] == 0 else x
+
+    return jax.tree.map(widen, arrays)
+
+
