@@ -102,7 +102,7 @@ def _key_kernel(tiling: Tiling, softcap: float | None, *refs: Any) -> None:
         if not (masked and tiling.bounded):
             return add(sums)
         # Bounds in any order: between the first and the last row block that sees the keys, some may not.
-        return lax.cond(tiling.sees(rows.across(), position).any(), add, lambda sums: sums, sums)
+        return lax.cond(tiling.some_sees(rows, block), add, lambda sums: sums, sums)
 
     visit = tiling.visited_rows(block, statistics_and_bounds[5:])
     zeros = tuple(jnp.zeros((tiling.blocks.keys, ref.shape[1]), np.float32) for ref in (key_ref, value_ref))

@@ -87,10 +87,9 @@ def _kernel(tiling: Tiling, softcap: float | None, *refs: Any) -> None:
 
     # The sign of the scale goes into the query, exactly; what is left is positive, or 1 where all logits are 0.
     scale = scale_ref[...]
-    sign = jnp.where(scale < 0, -1.0, jnp.where(scale == 0, 0.0, 1.0))
-    scale = jnp.where(scale == 0, 1.0, jnp.abs(scale))
     query = tiling.load_rows(query_ref, rows, tiling.width)
-    query = query * sign.astype(query.dtype)
+    query = query * jnp.sign(scale).astype(query.dtype)
+    scale = jnp.where(scale == 0, 1.0, jnp.abs(scale))
     natural = scale if softcap is None else 1.0
 
     def step(masked: bool, key_block: Any, softmax: Softmax) -> Softmax:

@@ -131,6 +131,14 @@ class Tiling:
         seen = key < (self.keys if row.upper is None else row.upper)
         return seen if row.lower is None else seen & (key >= row.lower)
 
+    def some_sees(self, rows: Rows, key_block: Index) -> Array:
+        """Whether one of the rows, whose bounds are arrays, sees a key of a block."""
+        assert rows.lower is not None
+        assert rows.upper is not None
+        start = key_block * self.blocks.keys
+        seen = jnp.minimum(rows.upper, start + self.blocks.keys) - jnp.maximum(rows.lower, start)  # keys of the block
+        return jnp.max(seen) > 0
+
     # What a block visits.
 
     def hull(self, block: Index, rows: Rows) -> Hull:
