@@ -1,17 +1,17 @@
 """`pallas`: FlashAttention-4 in Pallas, for GPUs that have none of the fast CUDA kernels, and for readers.
 
-`forward_kernel` is the algorithm in a page, `backward_kernels` its gradients, `tiling` how a call is cut into blocks, `blocks` how large
-these are. Nothing is shared with the CUDA kernels but the meaning of a call (docs/spec.md).
+`forward_kernel` is the algorithm in a page, `backward_kernels` its gradients; `tiling` is how a call is cut into
+blocks, `blocks` how large these are. Nothing is shared with the CUDA kernels but the meaning of a call (docs/spec.md).
 
-Kernels are lowered by Pallas' Triton backend. Pallas has two for GPUs, and the choice was made on what each serves:
+The kernels are lowered by Pallas' Triton backend. Pallas has two for GPUs, and the choice is by what each serves:
 
-- Mosaic GPU is the one that JAX develops. In JAX 0.10 and 0.11 its kernels need the tensor memory accelerator and the
-  warpgroup products of compute capability 9.0 and newer; JAX 0.12 adds copies and products for 8.x to its primitives, by
-  other names than those of 9.0 and of 10.0. One kernel text would not serve Ampere, Ada and consumer Blackwell, for which
-  this implementation exists.
-- Triton serves every GPU from compute capability 8.0 by one text, in all releases of JAX that this package supports. It
-  has been deprecated since JAX 0.11 ("will be removed in a future version of JAX"). Where it is gone, `why_not` says so,
-  and the automatic choice goes on without it.
+- Mosaic GPU is the one that JAX develops. Its kernels are written for the instructions of one kind of GPU: warpgroup
+  products on compute capability 9.0, other products and another memory on 10.x. For 8.x JAX 0.12 has first primitives
+  (asynchronous copies and products of a warp) and earlier releases none; for 12.x it has what it has for 8.x. No text
+  of one page serves the Ampere, Ada and consumer Blackwell GPUs that this implementation is for.
+- Triton serves every GPU from compute capability 8.0 by one text, in every release of JAX that this package supports.
+  JAX has deprecated it since 0.11.0 and "will be removed in a future version". Where it is gone, `why_not` says so and
+  the automatic choice goes on without it.
 
 On a CPU the kernels are interpreted: right, and slow.
 """
@@ -104,9 +104,7 @@ def forward_on_gpus(problem: spec.Problem, operands: spec.Operands) -> tuple[Arr
     return _run_forward(problem, False, operands)
 
 
-def backward_on_gpus(
-    problem: spec.Problem, operands: spec.Operands, *results: Any, with_bias: bool
-) -> spec.Gradients:
+def backward_on_gpus(problem: spec.Problem, operands: spec.Operands, *results: Any, with_bias: bool) -> spec.Gradients:
     """`backward`, for such a caller."""
     del with_bias
     return _run_backward(problem, False, operands, *results)
@@ -119,17 +117,15 @@ def _on_platform(run: Any, *arguments: Any) -> Any:
         return lambda *leaves: run(interpret, *jax.tree.unflatten(tree, leaves))
 
     interpreted, compiled = branch(True), branch(False)
-    return lax.platform_dependent(
-        *leaves, cpu=interpreted, cuda=compiled, default=cuda.refusal(interpreted, _PLATFORM)
-    )
+    return lax.platform_dependent(*leaves, cpu=interpreted, cuda=compiled, default=cuda.refusal(interpreted, _PLATFORM))
 
 
 def _run_forward(problem: spec.Problem, interpret: bool, operands: spec.Operands) -> tuple[Array, Array, Array]:
     width = operands.value.shape[3]
     operands = _at_least_one_wide(operands)
     found = _blocks("forward", interpret, operands)
-    out, *rest = forward_kernel.forward(problem, found, interpret, operands)
-    return out[..., :width], *rest
+    out, lse, rounding = forward_kernel.forward(problem, found, interpret, operands)
+    return out[..., :width], lse, rounding
 
 
 def _run_backward(
@@ -145,10 +141,9 @@ def _run_backward(
     widths = [x.shape[3] for x in operands[:3]]
     operands, out, dout = _at_least_one_wide((operands, out, dout))
     found = {kernel: _blocks(kernel, interpret, operands) for kernel in ("key gradients", "query gradients")}
-    *gradients, scale = backward_kernels.backward(
-        problem, found, interpret, operands, out, lse, lse_rounding, dout, dlse
-    )[:4]
-    return spec.Gradients(*(x[..., :width] for x, width in zip(gradients, widths, strict=True)), scale)
+    gradients = backward_kernels.backward(problem, found, interpret, operands, out, lse, lse_rounding, dout, dlse)
+    query, key, value = (x[..., :width] for x, width in zip(gradients[:3], widths, strict=True))
+    return spec.Gradients(query, key, value, gradients.scale)
 
 
 def _blocks(kernel: blocks.Kernel, interpret: bool, operands: spec.Operands) -> blocks.Blocks:
@@ -169,5 +164,3 @@ def _at_least_one_wide(arrays: Any) -> Any:
         return jnp.zeros((*x.shape[:3], 1), x.dtype) if x.ndim == 4 and x.shape[3] == 0 else x
 
     return jax.tree.map(widen, arrays)
-
-

@@ -1,9 +1,9 @@
 """The backward: two kernels, each of which recomputes the weights from lse.
 
-`key_gradients` owns a block of keys and walks over the row blocks that see it; `query_gradients` owns a block of rows and
-walks over key blocks, as the forward does. Every gradient is summed by one kernel instance in a fixed order, so results
-are the same bits every time, and no sum goes through memory. The price is that logits and weights are computed twice:
-seven matrix products instead of the five that are the least.
+"key gradients" owns a block of keys and walks over the row blocks that see it; "query gradients" owns a block of rows
+and walks over key blocks, as the forward does. Every gradient is summed by one kernel instance in a fixed order, so
+results are the same bits every time, and no sum goes through memory. The price is that logits and weights are computed
+twice: seven matrix products instead of the five that are the least.
 
     weights = exp(logits - lse)                    softmax of a row, from what the forward kept
     dlogits = weights * (dout value^T - delta)     delta = rowsum(dout * out) - dlse
@@ -11,7 +11,7 @@ seven matrix products instead of the five that are the least.
     dkey    = scale * dlogits^T query
     dquery  = scale * dlogits key
 
-`key_gradients` computes all of it transposed, keys by rows: then weights^T and dlogits^T are what the tensor cores take
+"key gradients" computes all of it transposed, keys by rows: then weights^T and dlogits^T are what the tensor cores take
 from registers, where they just came to be.
 
 Source: Dao, "FlashAttention-2" (2023), section 3.1.2.
@@ -30,7 +30,7 @@ from jax.experimental import pallas as pl
 
 from jax_fa4 import problem as spec
 from jax_fa4.pallas.blocks import Blocks
-from jax_fa4.pallas.forward_kernel import LOG2_E, cap, dot
+from jax_fa4.pallas.forward_kernel import LOG2_E, cap, dot, exp2
 from jax_fa4.pallas.tiling import Tiling, call
 
 
@@ -45,9 +45,7 @@ class Statistics(NamedTuple):
     delta: Array
 
     @classmethod
-    def of(
-        cls, out: Array, lse: Array, lse_rounding: Array | None, dout: Array, dlse: Array | None
-    ) -> Statistics:
+    def of(cls, out: Array, lse: Array, lse_rounding: Array | None, dout: Array, dlse: Array | None) -> Statistics:
         """Statistics (B, T, N)."""
         some = lse != -jnp.inf
         delta = jnp.where(some[..., None], dout.astype(np.float32) * out.astype(np.float32), 0).sum(-1)
@@ -69,7 +67,7 @@ class Statistics(NamedTuple):
 
 
 def _key_kernel(tiling: Tiling, softcap: float | None, *refs: Any) -> None:
-    """dkey and dvalue of one key block, from logits (C, R)."""
+    """Gradients of one block of keys and values, from logits (C, R)."""
     scale_ref, query_ref, key_ref, value_ref, dout_ref, *refs_left = refs
     *statistics_and_bounds, dkey_ref, dvalue_ref = refs_left
     statistics, bounds = statistics_and_bounds[:3], statistics_and_bounds[3:5]
@@ -112,7 +110,7 @@ def _key_kernel(tiling: Tiling, softcap: float | None, *refs: Any) -> None:
 
 
 def _query_kernel(tiling: Tiling, softcap: float | None, *refs: Any) -> None:
-    """dquery of one block of rows, and their share of dscale, from logits (R, C)."""
+    """Gradients of one block of query rows, and their share of that of the scale, from logits (R, C)."""
     scale_ref, query_ref, key_ref, value_ref, dout_ref, *refs_left = refs
     *statistics_and_bounds, dquery_ref, dscale_ref = refs_left
     statistics, bounds = statistics_and_bounds[:3], statistics_and_bounds[3:]
@@ -154,11 +152,13 @@ def _weights(
     ratio = None
     if softcap is not None:
         logits, ratio = cap(logits, softcap)
-    weights = jnp.exp2((logits - lse) * LOG2_E - rounding_log2)
+    weights = exp2((logits - lse) * LOG2_E - rounding_log2)
     dlogits = weights * (dweights - delta)
+    if ratio is not None:
+        dlogits *= 1.0 - ratio * ratio
     if visible is not None:
         weights, dlogits = (jnp.where(visible, x, 0.0) for x in (weights, dlogits))
-    return weights, dlogits if ratio is None else dlogits * (1.0 - ratio * ratio)
+    return weights, dlogits
 
 
 def backward(

@@ -59,11 +59,16 @@ class Softmax(NamedTuple):
         delta = (self.reference - candidate) * scale_log2  # <= 0
         keep = delta >= -THRESHOLD
         reference = jnp.where(keep, self.reference, candidate)
-        rescale = jnp.where(keep, 1.0, jnp.exp2(delta))
-        weights = jnp.exp2((scores - reference[:, None]) * scale_log2)
+        rescale = jnp.where(keep, 1.0, exp2(delta))
+        weights = exp2((scores - reference[:, None]) * scale_log2)
         total = self.total * rescale + weights.sum(1)
         out = self.out * rescale[:, None] + dot(weights.astype(value.dtype), value)
         return Softmax(reference, total, out)
+
+
+def exp2(x: Array) -> Array:
+    """Two to the power of x."""
+    return jnp.exp2(x)
 
 
 def dot(x: Array, y: Array) -> Array:

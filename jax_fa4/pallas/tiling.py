@@ -91,6 +91,7 @@ class Tiling:
 
     @classmethod
     def of(cls, problem: spec.Problem, operands: spec.Operands, batch: int, blocks: Blocks) -> Tiling:
+        """Of a kernel that works on `batch` elements."""
         (_, tokens, heads, width), (_, keys, kv_heads, _) = operands.query.shape, operands.key.shape
         bounded = operands.lower is not None
         group, value_width = heads // kv_heads, operands.value.shape[3]
@@ -104,10 +105,12 @@ class Tiling:
 
     @property
     def row_blocks(self) -> int:
+        """Blocks of the packed rows."""
         return -(-self.rows // self.blocks.rows)
 
     @property
     def key_blocks(self) -> int:
+        """Blocks of the keys."""
         return -(-self.keys // self.blocks.keys)
 
     # Rows and keys of a block.
@@ -293,7 +296,7 @@ class Tiling:
 
     def load_numbers(self, ref: Any, block: Index) -> Array:
         """The numbers (R,) of the rows of a block, from a reference (padded rows,)."""
-        return ref[pl.ds(block * self.blocks.rows, self.blocks.rows)]
+        return plgpu.load(ref.at[pl.ds(block * self.blocks.rows, self.blocks.rows)])
 
     def one_of_blocks(self) -> pl.BlockSpec:
         """Of an array (B, K, row blocks): one number, for the element of the grid that owns the block of rows."""
@@ -379,5 +382,5 @@ def _both(one: Array | None, other: Array | None) -> Any:
 
 def _load(ref: Any, keep: Array | None) -> Array:
     if keep is None:
-        return ref[...]
+        return plgpu.load(ref)
     return plgpu.load(ref, mask=jnp.broadcast_to(keep, ref.shape), other=jnp.zeros((), ref.dtype))
