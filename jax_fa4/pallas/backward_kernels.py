@@ -30,7 +30,7 @@ from jax.experimental import pallas as pl
 
 from jax_fa4 import problem as spec
 from jax_fa4.pallas.blocks import Blocks
-from jax_fa4.pallas.forward_kernel import LOG2_E, cap, dot, exp2
+from jax_fa4.pallas.forward_kernel import LOG2_E, cap, dot
 from jax_fa4.pallas.tiling import Tiling, call
 
 
@@ -90,7 +90,7 @@ def _key_kernel(tiling: Tiling, softcap: float | None, *refs: Any) -> None:
             visible = tiling.sees(rows.across(), position) if masked else None
             logits = dot(key, query.T) * scale
             weights, dlogits = _weights(
-                softcap, logits, dot(value, dout.T), lse[None], rounding_log2[None], delta[None], visible
+                tiling, softcap, logits, dot(value, dout.T), lse[None], rounding_log2[None], delta[None], visible
             )
             dkey, dvalue = sums
             dvalue += dot(weights.astype(dout.dtype), dout)
@@ -129,7 +129,7 @@ def _query_kernel(tiling: Tiling, softcap: float | None, *refs: Any) -> None:
         value = tiling.load_keys(value_ref, key_block, tiling.value_width, seen)
         visible = tiling.sees(rows.down(), tiling.key_positions(key_block)[None]) if masked else None
         logits = dot(query, key.T) * scale
-        _, dlogits = _weights(softcap, logits, dot(dout, value.T), lse, rounding_log2, delta, visible)
+        _, dlogits = _weights(tiling, softcap, logits, dot(dout, value.T), lse, rounding_log2, delta, visible)
         return dquery + dot(dlogits.astype(key.dtype), key)
 
     zeros = jnp.zeros((tiling.blocks.rows, query_ref.shape[2]), np.float32)
@@ -140,6 +140,7 @@ def _query_kernel(tiling: Tiling, softcap: float | None, *refs: Any) -> None:
 
 
 def _weights(
+    tiling: Tiling,
     softcap: float | None,
     logits: Array,
     dweights: Array,
@@ -152,7 +153,7 @@ def _weights(
     ratio = None
     if softcap is not None:
         logits, ratio = cap(logits, softcap)
-    weights = exp2((logits - lse) * LOG2_E - rounding_log2)
+    weights = tiling.exp2((logits - lse) * LOG2_E - rounding_log2)
     dlogits = weights * (dweights - delta)
     if ratio is not None:
         dlogits *= 1.0 - ratio * ratio
@@ -180,7 +181,7 @@ def backward(
     query, key, value, scale, *bounds = (x for x in operands if x is not None)
 
     def run(name: str, kernel: Any) -> Any:
-        tiling = Tiling.of(problem, operands, len(dout), blocks[name])
+        tiling = Tiling.of(problem, operands, len(dout), blocks[name], interpret=interpret)
         over_keys = name == "key gradients"
         arrays = statistics.packed(tiling)
         visits = (tiling.row_visits(*bounds),) if over_keys and bounds else ()
@@ -208,7 +209,6 @@ def backward(
             ],
             results=results,
             out_specs=out_specs,
-            interpret=interpret,
             name=f"fa4_{name.replace(' ', '_')}",
         )
 

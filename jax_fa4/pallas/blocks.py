@@ -48,20 +48,20 @@ _Table = dict[Kernel, dict[int, Blocks]]
 # 9.0 and 10.x. Measured on an H200 (jax 0.11.2).
 _LARGE: _Table = {
     "forward": {
-        128: Blocks(128, 128, 8, 2),
-        256: Blocks(128, 128, 8, 2),
+        128: Blocks(64, 64, 4, 3),
+        256: Blocks(64, 64, 4, 3),
         512: Blocks(128, 64, 8, 2),
         1024: Blocks(64, 32, 4, 2),
     },
     "key gradients": {
-        128: Blocks(64, 128, 8, 2),
-        256: Blocks(64, 128, 8, 2),
+        128: Blocks(32, 128, 4, 3),
+        256: Blocks(64, 128, 8, 3),
         512: Blocks(32, 64, 8, 2),
         1024: Blocks(16, 32, 4, 2),
     },
     "query gradients": {
-        128: Blocks(128, 64, 8, 2),
-        256: Blocks(128, 64, 8, 2),
+        128: Blocks(64, 64, 4, 3),
+        256: Blocks(128, 64, 8, 3),
         512: Blocks(64, 32, 8, 2),
         1024: Blocks(32, 16, 4, 2),
     },

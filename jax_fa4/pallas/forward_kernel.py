@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -47,13 +48,20 @@ class Softmax(NamedTuple):
         lowest = jnp.full(rows, np.finfo(np.float32).min, np.float32)
         return cls(lowest, jnp.zeros(rows, np.float32), jnp.zeros((rows, width), np.float32))
 
-    def add(self, scores: Array, value: Array, scale_log2: Array | float) -> Softmax:
+    def add(
+        self,
+        scores: Array,
+        value: Array,
+        scale_log2: Array | float,
+        exp2: Callable[[Array], Array] = jnp.exp2,
+    ) -> Softmax:
         """Takes in one key block.
 
         Args:
           scores: (R, C) float32, -inf where a key is hidden.
           value: (C, Dv).
           scale_log2: positive; the weight of a score is `2 ** (scale_log2 * score)`.
+          exp2: the function.
         """
         candidate = jnp.maximum(self.reference, scores.max(1))
         delta = (self.reference - candidate) * scale_log2  # <= 0
@@ -64,11 +72,6 @@ class Softmax(NamedTuple):
         total = self.total * rescale + weights.sum(1)
         out = self.out * rescale[:, None] + dot(weights.astype(value.dtype), value)
         return Softmax(reference, total, out)
-
-
-def exp2(x: Array) -> Array:
-    """Two to the power of x."""
-    return jnp.exp2(x)
 
 
 def dot(x: Array, y: Array) -> Array:
@@ -108,7 +111,7 @@ def _kernel(tiling: Tiling, softcap: float | None, *refs: Any) -> None:
             visible = tiling.sees(rows.down(), tiling.key_positions(key_block)[None])
             scores = jnp.where(visible, scores, -jnp.inf)
         value = tiling.load_keys(value_ref, key_block, tiling.value_width, seen)
-        return softmax.add(scores, value, natural * LOG2_E)
+        return softmax.add(scores, value, natural * LOG2_E, tiling.exp2)
 
     softmax = Softmax.empty(tiling.blocks.rows, value_ref.shape[1])
     softmax = tiling.walk_keys(tiling.visited_keys(hull), step, softmax)
@@ -126,7 +129,7 @@ def forward(
     problem: spec.Problem, blocks: Blocks, interpret: bool, operands: spec.Operands
 ) -> tuple[Array, Array, Array]:
     """Out (B, T, N, Dv), lse and its rounding (B, T, N)."""
-    tiling = Tiling.of(problem, operands, operands.batch, blocks)
+    tiling = Tiling.of(problem, operands, operands.batch, blocks, interpret=interpret)
     query, key, value, scale, *bounds = (x for x in operands if x is not None)
     lse = jax.ShapeDtypeStruct((tiling.batch, *query.shape[1:3]), np.float32)
     out = jax.ShapeDtypeStruct((*lse.shape, tiling.value_width), spec.out_dtype(problem, operands))
@@ -144,6 +147,5 @@ def forward(
         ],
         results=results,
         out_specs=[tiling.part_of_rows(x) for x in results],
-        interpret=interpret,
         name="fa4_forward",
     )

@@ -76,6 +76,7 @@ class Tiling:
       band: `Problem.band`; (None, None) where bounds are arrays.
       bounded: whether row bounds are arrays.
       blocks: block sizes.
+      interpret: whether the kernel is interpreted, on a CPU.
     """
 
     batch: int
@@ -88,15 +89,18 @@ class Tiling:
     band: tuple[int | None, int | None]
     bounded: bool
     blocks: Blocks
+    interpret: bool
 
     @classmethod
-    def of(cls, problem: spec.Problem, operands: spec.Operands, batch: int, blocks: Blocks) -> Tiling:
+    def of(
+        cls, problem: spec.Problem, operands: spec.Operands, batch: int, blocks: Blocks, *, interpret: bool
+    ) -> Tiling:
         """Of a kernel that works on `batch` elements."""
         (_, tokens, heads, width), (_, keys, kv_heads, _) = operands.query.shape, operands.key.shape
         bounded = operands.lower is not None
         group, value_width = heads // kv_heads, operands.value.shape[3]
         band = (None, None) if bounded else problem.band
-        return cls(batch, kv_heads, group, tokens, keys, width, value_width, band, bounded, blocks)
+        return cls(batch, kv_heads, group, tokens, keys, width, value_width, band, bounded, blocks, interpret)
 
     @property
     def rows(self) -> int:
@@ -112,6 +116,11 @@ class Tiling:
     def key_blocks(self) -> int:
         """Blocks of the keys."""
         return -(-self.keys // self.blocks.keys)
+
+    @property
+    def exp2(self) -> Callable[[Array], Array]:
+        """Two to the power of float32 numbers; results that are no normal numbers are 0."""
+        return jnp.exp2 if self.interpret else _hardware_exp2
 
     # Rows and keys of a block.
 
@@ -322,7 +331,6 @@ def call(
     in_specs: Sequence[pl.BlockSpec],
     results: Sequence[jax.ShapeDtypeStruct],
     out_specs: Sequence[pl.BlockSpec],
-    interpret: bool,
     name: str,
 ) -> Any:
     """Runs a kernel for every block of every key/value head of every batch element.
@@ -338,9 +346,21 @@ def call(
         out_specs=out_specs,
         out_shape=typed,
         compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
-        interpret=interpret,
+        interpret=tiling.interpret,
         name=name,
     )(*operands)
+
+
+def _hardware_exp2(x: Array) -> Array:
+    """The GPU's instruction as it is: `jnp.exp2` spends three more on results that are no normal numbers."""
+    (result,) = plgpu.elementwise_inline_asm(
+        "ex2.approx.ftz.f32 $0, $1;",
+        args=[x],
+        constraints="=f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, np.float32)],
+    )
+    return result
 
 
 def _walk(visit: Visit, step: Callable[[bool, Index, Any], Any], carry: Any, begins: bool, ends: bool) -> Any:
