@@ -148,7 +148,7 @@ def main() -> None:
             best = min(scores, key=lambda one: scores[one])
             gain = f"{scores[held] / scores[best]:.2f} times as fast as the table's" if held in scores else "new"
             print(
-                f"{kernel:16} {padded(width) * dtype.itemsize:5}: Blocks({best.rows}, {best.keys}, {best.warps}, "
+                f"{kernel:16} {(dtype.itemsize, padded(width))}: Blocks({best.rows}, {best.keys}, {best.warps}, "
                 f"{best.stages}),  # {scores[best] * 1e3:.3f} ms, {gain}, of {len(scores)} that ran"
             )
 

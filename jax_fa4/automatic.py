@@ -5,7 +5,8 @@ self-test on the GPU at hand is given to the next best, with a warning.
 
 A program may be lowered for a platform that is not the one it is traced on, so where kernels are preferred, the
 lowering decides: they run on NVIDIA GPUs, and `tiled` elsewhere. Where the process has no GPU `pallas` is no choice,
-since its lowering has to know for which GPU it is.
+since its lowering has to know for which GPU it is. Nor is it where products of float32 must not be those of TF32, or
+on GPUs of compute capability 10.x: Triton keeps sums in their tensor memory, and which block sizes fit is not known.
 
 The plain CUDA kernels multiply on the FMA units, `pallas` and `tiled` on tensor cores; but `tiled` goes through memory
 with every logit, in large blocks whose hidden part is lost time, and each of its steps is a dozen launches. The
@@ -20,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 import jax
+import numpy as np
 from jax import Array, lax
 
 from jax_fa4 import cuda, pallas, selftest, tiled
@@ -85,14 +87,15 @@ class _Speed:
     logits: float
 
 
+_EXACT = ("highest", "float32", "F32_F32_F32", "DotAlgorithmPreset.F32_F32_F32")
 _MULTIPROCESSORS = 132
 _SPEEDS: dict[cuda.Pass, _Speed] = {
     "forward": _Speed(
         2,
         _Kernels({64: 29e12, 128: 31e12, 256: 19e12}, 10e-6, 64),
         {
-            2: _Kernels({64: 300e12, 128: 400e12, 256: 200e12}, 10e-6, 128),
-            4: _Kernels({64: 60e12, 128: 60e12, 256: 30e12}, 10e-6, 128),
+            2: _Kernels({64: 380e12, 128: 410e12, 256: 370e12}, 15e-6, 64),
+            4: _Kernels({64: 140e12, 128: 93e12, 256: 30e12}, 15e-6, 64),
         },
         80e-6,
         1.5e11,
@@ -101,8 +104,8 @@ _SPEEDS: dict[cuda.Pass, _Speed] = {
         5,
         _Kernels({64: 18e12, 128: 17e12, 256: 11e12}, 20e-6, 64),
         {
-            2: _Kernels({64: 180e12, 128: 200e12, 256: 60e12}, 30e-6, 128),
-            4: _Kernels({64: 30e12, 128: 30e12, 256: 10e12}, 30e-6, 64),
+            2: _Kernels({64: 310e12, 128: 340e12, 256: 190e12}, 40e-6, 64),
+            4: _Kernels({64: 75e12, 128: 54e12, 256: 10e12}, 40e-6, 64),
         },
         200e-6,
         8.5e10,
@@ -145,9 +148,17 @@ def why_not(problem: spec.Problem, operands: spec.Operands, device: jax.Device |
     return reason if reason is None or _why_not_pallas(problem, operands, device) is not None else None
 
 
+def _matmul_precision() -> str:
+    return str(getattr(jax.config, "jax_default_matmul_precision"))  # noqa: B009  (of no type that mypy knows)
+
+
 def _why_not_pallas(problem: spec.Problem, operands: spec.Operands, device: jax.Device | None) -> str | None:
     if device is None or device.platform != "gpu":
         return "Kernels of Pallas are only chosen for a GPU at hand."
+    if str(getattr(device, "compute_capability", "")).startswith("10."):
+        return "Kernels of Pallas are not chosen for GPUs of compute capability 10.x."
+    if operands.query.dtype == np.float32 and _matmul_precision() in _EXACT:
+        return "Kernels of Pallas are only chosen for products of tensor cores."
     return pallas.why_not(problem, operands, device)
 
 

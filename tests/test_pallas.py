@@ -78,7 +78,7 @@ class TestSmallBlocks:
 
     @pytest.fixture(autouse=True)
     def _small_blocks(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        monkeypatch.setattr(blocks, "_INTERPRETED", Blocks(16, 16, 4, 1))
+        monkeypatch.setattr(blocks, "blocks", lambda *_: Blocks(16, 16, 4, 1))
         jax.clear_caches()
         yield
         jax.clear_caches()

@@ -42,70 +42,88 @@ def padded(width: int) -> int:
 _SHARED_KIB = {(8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (10, 3): 227, (12, 0): 99}
 _LEAST_SHARED_KIB = 99
 
-# By the bytes of a row of a head, of its padded width: 128 is D = 64 in 16 bits.
-_Table = dict[Kernel, dict[int, Blocks]]
+# By the bytes of a number, and the width that is computed with.
+_Table = dict[Kernel, dict[tuple[int, int], Blocks]]
 
-# 9.0 and 10.x. Measured on an H200 (jax 0.11.2).
+# 9.0 and 10.x: measured on an H200 with jax 0.11.2, but for float32 of width 256.
 _LARGE: _Table = {
     "forward": {
-        128: Blocks(64, 64, 4, 3),
-        256: Blocks(64, 64, 4, 3),
-        512: Blocks(128, 64, 8, 2),
-        1024: Blocks(64, 32, 4, 2),
+        (2, 64): Blocks(128, 128, 4, 3),
+        (2, 128): Blocks(64, 64, 4, 3),
+        (2, 256): Blocks(128, 32, 8, 3),
+        (4, 64): Blocks(128, 64, 4, 3),
+        (4, 128): Blocks(128, 64, 8, 2),
+        (4, 256): Blocks(64, 32, 4, 2),
     },
     "key gradients": {
-        128: Blocks(32, 128, 4, 3),
-        256: Blocks(64, 128, 8, 3),
-        512: Blocks(32, 64, 8, 2),
-        1024: Blocks(16, 32, 4, 2),
+        (2, 64): Blocks(32, 128, 4, 3),
+        (2, 128): Blocks(64, 128, 8, 3),
+        (2, 256): Blocks(32, 64, 8, 3),
+        (4, 64): Blocks(64, 64, 4, 2),
+        (4, 128): Blocks(32, 32, 4, 2),
+        (4, 256): Blocks(16, 32, 4, 2),
     },
     "query gradients": {
-        128: Blocks(64, 64, 4, 3),
-        256: Blocks(128, 64, 8, 3),
-        512: Blocks(64, 32, 8, 2),
-        1024: Blocks(32, 16, 4, 2),
+        (2, 64): Blocks(64, 64, 4, 3),
+        (2, 128): Blocks(128, 64, 8, 3),
+        (2, 256): Blocks(128, 32, 8, 2),
+        (4, 64): Blocks(64, 64, 4, 2),
+        (4, 128): Blocks(64, 32, 4, 2),
+        (4, 256): Blocks(32, 16, 4, 2),
     },
 }
 # 8.0 and 8.7: not measured.
 _MIDDLE: _Table = {
     "forward": {
-        128: Blocks(128, 64, 4, 3),
-        256: Blocks(128, 64, 8, 2),
-        512: Blocks(64, 32, 4, 2),
-        1024: Blocks(32, 32, 4, 1),
+        (2, 64): Blocks(128, 64, 4, 3),
+        (2, 128): Blocks(128, 64, 8, 2),
+        (2, 256): Blocks(64, 32, 4, 2),
+        (4, 64): Blocks(64, 64, 4, 2),
+        (4, 128): Blocks(64, 32, 4, 2),
+        (4, 256): Blocks(32, 32, 4, 1),
     },
     "key gradients": {
-        128: Blocks(64, 128, 8, 2),
-        256: Blocks(64, 64, 8, 2),
-        512: Blocks(32, 32, 4, 2),
-        1024: Blocks(16, 16, 4, 2),
+        (2, 64): Blocks(64, 128, 8, 2),
+        (2, 128): Blocks(64, 64, 8, 2),
+        (2, 256): Blocks(32, 32, 4, 2),
+        (4, 64): Blocks(64, 64, 8, 2),
+        (4, 128): Blocks(32, 32, 4, 2),
+        (4, 256): Blocks(16, 16, 4, 2),
     },
     "query gradients": {
-        128: Blocks(128, 64, 8, 2),
-        256: Blocks(64, 64, 8, 2),
-        512: Blocks(32, 32, 4, 2),
-        1024: Blocks(16, 16, 4, 2),
+        (2, 64): Blocks(128, 64, 8, 2),
+        (2, 128): Blocks(64, 64, 8, 2),
+        (2, 256): Blocks(32, 32, 4, 2),
+        (4, 64): Blocks(64, 64, 8, 2),
+        (4, 128): Blocks(32, 32, 4, 2),
+        (4, 256): Blocks(16, 16, 4, 2),
     },
 }
 # 8.6, 8.9, 12.x, and what is not known: not measured.
 _SMALL: _Table = {
     "forward": {
-        128: Blocks(128, 64, 4, 2),
-        256: Blocks(64, 64, 4, 2),
-        512: Blocks(64, 16, 4, 2),
-        1024: Blocks(16, 16, 4, 1),
+        (2, 64): Blocks(128, 64, 4, 2),
+        (2, 128): Blocks(64, 64, 4, 2),
+        (2, 256): Blocks(64, 16, 4, 2),
+        (4, 64): Blocks(64, 32, 4, 2),
+        (4, 128): Blocks(64, 16, 4, 2),
+        (4, 256): Blocks(16, 16, 4, 1),
     },
     "key gradients": {
-        128: Blocks(64, 64, 4, 2),
-        256: Blocks(32, 64, 4, 2),
-        512: Blocks(16, 32, 4, 2),
-        1024: Blocks(16, 16, 4, 1),
+        (2, 64): Blocks(64, 64, 4, 2),
+        (2, 128): Blocks(32, 64, 4, 2),
+        (2, 256): Blocks(16, 32, 4, 2),
+        (4, 64): Blocks(32, 64, 4, 2),
+        (4, 128): Blocks(16, 32, 4, 2),
+        (4, 256): Blocks(16, 16, 4, 1),
     },
     "query gradients": {
-        128: Blocks(64, 64, 4, 2),
-        256: Blocks(64, 32, 4, 2),
-        512: Blocks(32, 16, 4, 2),
-        1024: Blocks(16, 16, 4, 1),
+        (2, 64): Blocks(64, 64, 4, 2),
+        (2, 128): Blocks(64, 32, 4, 2),
+        (2, 256): Blocks(32, 16, 4, 2),
+        (4, 64): Blocks(64, 32, 4, 2),
+        (4, 128): Blocks(32, 16, 4, 2),
+        (4, 256): Blocks(16, 16, 4, 1),
     },
 }
 _TABLES: dict[tuple[int, int], _Table] = {
@@ -135,8 +153,7 @@ def blocks(
     if capability is None:
         found = _INTERPRETED
     else:
-        row_bytes = padded(max(widths)) * dtype.itemsize
-        found = _TABLES.get(capability, _SMALL)[kernel][max(128, row_bytes)]
+        found = _TABLES.get(capability, _SMALL)[kernel][dtype.itemsize, max(64, padded(max(widths)))]
     return dataclasses.replace(found, rows=min(found.rows, padded(rows)), keys=min(found.keys, padded(keys)))
 
 
