@@ -6,9 +6,9 @@ scores before they are exponentiated, the sum of the weights so far, and the sum
 
 What FlashAttention-4 changes in this loop is the reference. It need not be the greatest score so far, only near it: any
 reference cancels between the two sums. So it stays as it is until the greatest score exceeds it by more than a factor
-2^8 of weight, and only then are both sums multiplied by what the change is worth. Weights stay below 2^8, which is far
-from the end of every dtype's range, and nearly all blocks leave the sums alone. Exponentials are to base 2, which is
-what the hardware has.
+2^8 of weight, and only then are both sums rescaled. Weights stay below 2^8, which is far from the end of every dtype's
+range. Exponentials are to base 2, which is what the hardware has. (Where the sums are in tensor memory, on Blackwell,
+a block that changes no reference spares them a round trip. Here they are in registers: the multiplication by 1 stays.)
 
 Source: "FlashAttention-4" (2026), the conditional rescaling of the online softmax.
 """
