@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,7 +20,10 @@ from suite import GPU_TRUNCATES, AttentionSuite, label, run
 from jax_fa4 import attention, why_not
 from jax_fa4.attention import passes
 from jax_fa4.pallas import blocks, forward_kernel
-from jax_fa4.pallas.blocks import KERNELS, Blocks, shared_bytes, shared_limit
+from jax_fa4.pallas.blocks import KERNELS, Blocks, Kernel, shared_bytes, shared_limit
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import pallas_blocks
 
 
 class TestPallas(AttentionSuite):
@@ -71,6 +76,17 @@ def test_rows_that_have_seen_nothing() -> None:
     assert (softmax.reference.tolist(), softmax.total.tolist(), softmax.out.tolist()) == ([3], [1], [[7]])
 
 
+def test_weights_of_a_large_lse() -> None:
+    """Logits of a million, whose lse has lost the logarithm of the row's sum: the backward's weights have it."""
+    keys = 70
+    query, key = np.full((1, 3, 1, 8), 100, np.float32), np.full((1, keys, 1, 8), 100, np.float32)
+    value = np.random.default_rng(8).standard_normal(key.shape, np.float32)
+    call = functools.partial(attention, scale=12.5, implementation="pallas")
+    _, pull = jax.vjp(lambda value: call(query, key, value), value)
+    (dvalue,) = pull(jnp.ones(query.shape))
+    np.testing.assert_allclose(dvalue, 3 / keys, rtol=1e-5)
+
+
 class TestSmallBlocks:
     """Nine row blocks by eight key blocks: some skipped, some masked in part, some whole."""
 
@@ -97,6 +113,10 @@ class TestSmallBlocks:
     def test_masks(self, choice: Mapping[str, Any]) -> None:
         TestPallas().check_masks(choice, self.sizes, poison=np.nan)
 
+    def test_whole_rows(self) -> None:
+        """Nothing is hidden but what does not exist: the last blocks of rows and keys are partial."""
+        TestPallas().check_masks({"left": None, "right": None}, self.sizes)
+
     def test_groups_that_share_a_block(self) -> None:
         """Three heads a group: a block of rows ends inside of a query position."""
         TestPallas().check_masks({"left": 30, "right": 10}, self.sizes._replace(heads=6), poison=np.nan)
@@ -108,6 +128,13 @@ class TestSmallBlocks:
         lower = np.repeat(np.array([[2, 0, 1], [1, 2, 0]], np.int32) * keys, rows, 1)
         bounds = lower, lower + keys
         TestPallas().check(operands(self.sizes, "float32", rng) | {"row_bounds": bounds}, poison=np.nan)
+
+    def test_rows_that_see_one_key_or_none(self) -> None:
+        """In turn, in any order: the rows that see nothing do not widen what is loaded."""
+        row = np.arange(self.sizes.rows, dtype=np.int32)[None].repeat(2, 0)
+        lower = np.where(row % 2, 80 + row * 37 % 40, 0)
+        arguments = operands(self.sizes, "float32", np.random.default_rng(9))
+        TestPallas().check(arguments | {"row_bounds": (lower, lower + row % 2)}, poison=np.nan)
 
     @pytest.mark.parametrize("length", [16, 17, 31])
     def test_query_lengths_that_end_inside_of_a_block(self, length: int) -> None:
@@ -257,6 +284,23 @@ def test_block_sizes_fit(capability: tuple[int, int]) -> None:
                 assert size & (size - 1) == 0
             assert found.warps in (4, 8)
             assert shared_bytes(kernel, found, widths, dtype) <= shared_limit(capability)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_candidates_of_the_measurement(kernel: Kernel, width: int) -> None:
+    """They fit, and what the table has for an H200 is among them."""
+    widths, dtype, limit = (width, width), jnp.dtype("bfloat16"), shared_limit((9, 0))
+    found = list(pallas_blocks.candidates(kernel, width, dtype, limit))
+    assert all(shared_bytes(kernel, one, widths, dtype) <= limit for one in found)
+    assert blocks.blocks(kernel, (9, 0), widths, dtype, 4096, 4096) in found
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="would measure for minutes")
+def test_the_measurement_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["pallas_blocks.py"])
+    with pytest.raises(SystemExit, match="needs a GPU, but JAX's default device is of platform cpu"):
+        pallas_blocks.main()
 
 
 def test_blocks_are_no_longer_than_the_call() -> None:
