@@ -120,7 +120,7 @@ def forward(problem: spec.Problem, operands: spec.Operands) -> tuple[Array, Arra
     if chosen is tiled:
         return by_tiled(operands)
     by_cuda = functools.partial(cuda.forward, problem, place=cuda.in_cuda_branch)
-    by_kernels = by_cuda if chosen is cuda else functools.partial(pallas.forward_on_gpus, problem)
+    by_kernels = by_cuda if chosen is cuda else functools.partial(pallas.forward, problem, in_cuda_branch=True)
     return lax.platform_dependent(operands, cuda=by_kernels, default=by_tiled)
 
 
@@ -131,7 +131,7 @@ def backward(problem: spec.Problem, operands: spec.Operands, *results: Any, with
     if chosen is tiled:
         return by_tiled(operands, *results)
     by_cuda = functools.partial(cuda.backward, problem, with_bias=with_bias, place=cuda.in_cuda_branch)
-    by_pallas = functools.partial(pallas.backward_on_gpus, problem, with_bias=with_bias)
+    by_pallas = functools.partial(pallas.backward, problem, with_bias=with_bias, in_cuda_branch=True)
     by_kernels = by_cuda if chosen is cuda else by_pallas
     return lax.platform_dependent(operands, *results, cuda=by_kernels, default=by_tiled)
 

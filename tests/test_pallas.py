@@ -17,7 +17,7 @@ import pytest
 from cases import CASES, Case, Sizes, draw, operands
 from suite import GPU_TRUNCATES, AttentionSuite, label, run
 
-from jax_fa4 import attention, why_not
+from jax_fa4 import attention, cuda, why_not
 from jax_fa4.attention import passes
 from jax_fa4.pallas import blocks, forward_kernel
 from jax_fa4.pallas.blocks import KERNELS, Blocks, Kernel, shared_bytes, shared_limit
@@ -328,11 +328,27 @@ def test_lowered_for_gpus(sizes: Sizes, dtype: str, arguments: dict[str, Any]) -
         out = attention(query, key, value, **arguments, **arrays, implementation="pallas")
         return out.astype(np.float32).sum()
 
-    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
-    mesh = jax.sharding.AbstractMesh((), (), (), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh):  # from JAX 0.11, Triton's lowering asks for the GPU
+    with h200():
         text = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*x.values()).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("xla.gpu.triton") == 3
+
+
+def h200() -> Any:
+    """A context in which JAX lowers for an H200: from JAX 0.11 Triton's lowering asks for the GPU."""
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), (), abstract_device=device))
+
+
+def test_one_program_for_several_platforms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The automatic choice, where the GPU at hand has no fast CUDA kernel: kernels on GPUs, `tiled` elsewhere."""
+    monkeypatch.setattr(cuda, "gpu_at_hand", lambda: FakeDevice("gpu", "NVIDIA GeForce RTX 3090", "8.6"))
+    x = shaped(1, 2048, 4, 64)
+    with h200():
+        gradient = jax.jit(jax.grad(lambda x: attention(x, x, x, is_causal=True).astype(np.float32).sum()))
+        text = gradient.trace(x).lower(lowering_platforms=("cpu", "cuda", "tpu")).as_text()
+    assert text.count("xla.gpu.triton") == 3
+    assert "dot_general" in text
+    jax.clear_caches()
 
 
 def test_lowered_for_a_platform_that_it_is_not_for() -> None:

@@ -614,6 +614,7 @@ class TestStaging:
         platforms, calls = {
             "emulated": (["cpu"], ["jax_fa4_emulated_forward_v1", "jax_fa4_emulated_backward_v1"]),
             "cuda": (["cuda"], CUSTOM_CALLS),
+            "pallas": ([jax.default_backend().replace("gpu", "cuda")], []),
         }.get(implementation, (["cpu", "cuda"], []))
         arrays = operands(implementation)
         function = jitted(results, implementation, ("query", "key"))

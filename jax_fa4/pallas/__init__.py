@@ -19,11 +19,15 @@ On a CPU the kernels are interpreted: right, and slow.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+import numpy as np
+from jax import Array
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 from jax_fa4 import cuda, selftest
 from jax_fa4 import problem as spec
@@ -39,6 +43,7 @@ else:
 _DTYPES = ("float16", "bfloat16", "float32")
 _MOST_WIDTH = 256
 _OLDEST = (8, 0)
+_LEAST = (8, 6)  # of those from there on, one with the least shared memory
 _PLATFORM = "implementation='pallas' needs an NVIDIA GPU or a CPU, but this is for the platform '{platform}'."
 
 
@@ -78,46 +83,76 @@ def _why_not_device(device: jax.Device) -> str | None:
     return None
 
 
-def forward(problem: spec.Problem, operands: spec.Operands) -> tuple[Array, Array, Array]:
-    """Attention of `operands`, sorted already: out (B, T, N, Dv) in query's dtype, lse and its rounding (B, T, N)."""
-    return _on_platform(functools.partial(_run_forward, problem), operands)
+def forward(
+    problem: spec.Problem, operands: spec.Operands, *, in_cuda_branch: bool = False
+) -> tuple[Array, Array, Array]:
+    """Attention of `operands`, sorted already: out (B, T, N, Dv) in query's dtype, lse and its rounding (B, T, N).
+
+    Args:
+      problem: the problem.
+      operands: its operands.
+      in_cuda_branch: whether the caller stands in the `cuda` branch of a `lax.platform_dependent`: in a program for
+        several platforms that branch is lowered for all of them, and must not refuse the others.
+    """
+    lse = jax.ShapeDtypeStruct((operands.batch, *operands.query.shape[1:3]), np.float32)
+    out = jax.ShapeDtypeStruct((*lse.shape, operands.value.shape[3]), spec.out_dtype(problem, operands))
+    return _by_platform(functools.partial(_run_forward, problem), (operands,), (out, lse, lse), in_cuda_branch)
 
 
 def backward(
-    problem: spec.Problem,
-    operands: spec.Operands,
-    out: Array,
-    lse: Array,
-    lse_rounding: Array | None,
-    dout: Array,
-    dlse: Array | None,
-    *,
-    with_bias: bool,
+    problem: spec.Problem, operands: spec.Operands, *results: Any, with_bias: bool, in_cuda_branch: bool = False
 ) -> spec.Gradients:
-    """Gradients of `forward` from its results and their cotangents; bitwise the same every time."""
+    """Gradients of `forward` from out, lse, its rounding, dout and dlse; bitwise the same every time."""
     del with_bias  # there is none
-    return _on_platform(functools.partial(_run_backward, problem), operands, out, lse, lse_rounding, dout, dlse)
+    batch = len(results[0])
+    like = [jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype) for x in operands[:3]]
+    types: Any = spec.Gradients._make([*like, jax.ShapeDtypeStruct((batch,), np.float32), None])
+    return _by_platform(functools.partial(_run_backward, problem), (operands, *results), types, in_cuda_branch)
 
 
-def forward_on_gpus(problem: spec.Problem, operands: spec.Operands) -> tuple[Array, Array, Array]:
-    """`forward`, for a caller that stands in the `cuda` branch of a `lax.platform_dependent`."""
-    return _run_forward(problem, False, operands)
+def _by_platform(run: Callable[..., Any], arguments: Any, types: Any, in_cuda_branch: bool) -> Any:
+    """Calls `run(interpret, *arguments)` with what the platform that is lowered for wants.
+
+    It is one operation until then, so that nothing in it meets the transformations of the caller: Pallas' interpreter
+    does not run where the types of a `jax.shard_map` say over which axes an array varies.
+    """
+    leaves, tree = jax.tree.flatten(spec.varied(arguments))
+    wanted, tree_of_results = jax.tree.flatten(types)
+    precision = getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009  (of no type that mypy knows)
+
+    def flat(interpret: bool, *leaves: Array) -> list[Array]:
+        with jax.default_matmul_precision(precision):
+            return jax.tree.leaves(run(interpret, *jax.tree.unflatten(tree, leaves)))
+
+    def alike(*leaves: Array) -> Any:
+        return spec.varied((leaves[0], [jnp.zeros(x.shape, x.dtype) for x in wanted]))[1]
+
+    avals = tuple(jax.make_jaxpr(alike)(*leaves).out_avals)
+    results = _pass_p.bind(*leaves, run=flat, types=avals, in_cuda_branch=in_cuda_branch)
+    return jax.tree.unflatten(tree_of_results, results)
 
 
-def backward_on_gpus(problem: spec.Problem, operands: spec.Operands, *results: Any, with_bias: bool) -> spec.Gradients:
-    """`backward`, for such a caller."""
-    del with_bias
-    return _run_backward(problem, False, operands, *results)
+def _lower(interpret: bool | None, context: Any, *arrays: Any, run: Any, types: Any, in_cuda_branch: bool) -> Any:
+    """Lowers a pass interpreted or compiled; where `interpret` is None, for a platform that it is not for."""
+
+    def unused(*arrays: Array) -> list[Array]:
+        return [jnp.zeros(x.shape, x.dtype) for x in types]
+
+    if interpret is None and not in_cuda_branch:
+        platforms = context.platforms or context.module_context.platforms
+        raise NotImplementedError(_PLATFORM.format(platform=", ".join(platforms)))
+    local = [[jax.core.ShapedArray(x.shape, x.dtype) for x in avals] for avals in (context.avals_in, types)]
+    context = context.replace(avals_in=local[0], avals_out=local[1])
+    traced = unused if interpret is None else functools.partial(run, interpret)
+    return mlir.lower_fun(traced, multiple_results=True)(context, *arrays)
 
 
-def _on_platform(run: Any, *arguments: Any) -> Any:
-    leaves, tree = jax.tree.flatten(arguments)
-
-    def branch(interpret: bool) -> Any:
-        return lambda *leaves: run(interpret, *jax.tree.unflatten(tree, leaves))
-
-    interpreted, compiled = branch(True), branch(False)
-    return lax.platform_dependent(*leaves, cpu=interpreted, cuda=compiled, default=cuda.refusal(interpreted, _PLATFORM))
+_pass_p = Primitive("jax_fa4_pallas")
+_pass_p.multiple_results = True
+_pass_p.def_abstract_eval(lambda *_, types, **__: list(types))
+_pass_p.def_impl(lambda *arrays, run, **_: run(jax.default_backend() == "cpu", *arrays))  # where jit is disabled
+for _platform, _interpret in (("cpu", True), ("cuda", False), (None, None)):
+    mlir.register_lowering(_pass_p, functools.partial(_lower, _interpret), platform=_platform)
 
 
 def _run_forward(problem: spec.Problem, interpret: bool, operands: spec.Operands) -> tuple[Array, Array, Array]:
@@ -151,7 +186,7 @@ def _blocks(kernel: blocks.Kernel, interpret: bool, operands: spec.Operands) -> 
     capability = None
     if not interpret:
         device = cuda.gpu_at_hand()
-        capability = _OLDEST if device is None else selftest.capability(device)
+        capability = _LEAST if device is None else selftest.capability(device)
     (_, tokens, heads, width), (_, keys, kv_heads, _) = operands.query.shape, operands.key.shape
     widths = width, operands.value.shape[3]
     return blocks.blocks(kernel, capability, widths, operands.query.dtype, tokens * heads // kv_heads, keys)

@@ -262,7 +262,7 @@ class Tiling:
 
         def place(_: Index, head: Index, batch: Index) -> tuple[Index, ...]:
             at = batch if x.shape[0] == self.batch else lax.rem(batch, np.int32(x.shape[0]))
-            return at, *(head if axis == head_axis else 0 for axis in range(1, len(x.shape)))
+            return at, *(head if axis == head_axis else np.int32(0) for axis in range(1, len(x.shape)))
 
         return pl.BlockSpec((None, *block), place)
 
@@ -299,9 +299,9 @@ class Tiling:
 
     def store_keys(self, ref: Any, block: Index, x: Array, width: int) -> None:
         """Stores x (C, padded width) to the keys of a block that exist."""
-        keep = _both(self.key_positions(block)[:, None] < self.keys, _columns(width)[1])
-        at = pl.ds(block * self.blocks.keys, self.blocks.keys)
-        plgpu.store(ref.at[at, :], x.astype(ref.dtype), mask=jnp.broadcast_to(keep, x.shape))
+        key, (column, exists) = self.key_positions(block)[:, None], _columns(width)
+        keep = jnp.broadcast_to(_both(key < self.keys, exists), x.shape)
+        plgpu.store(ref.at[key, column], x.astype(ref.dtype), mask=keep)
 
     def load_numbers(self, ref: Any, block: Index) -> Array:
         """The numbers (R,) of the rows of a block, from a reference (padded rows,)."""
