@@ -86,6 +86,8 @@ def peers() -> list[Contender]:
 
 
 def _jax_fa4(name: str, call: Call) -> Attention:
+    if name == "pallas":
+        _require_gpu()  # a CPU would interpret it
     query, key, value, _ = call.workload.shapes()
     reason = jax_fa4.why_not(name, query, key, value, **call.options, **call.arrays)
     if reason is not None:

@@ -125,8 +125,9 @@ def attention(
       sinks: float (N,): a logit per head that takes part in the softmax with no value. Differentiable.
       deterministic: whether gradients must be bitwise repeatable. Else those of query and scale may change in their
         rounding from call to call, where the backward runs on tensor cores, which add up in any order.
-      implementation: None chooses; "cuda" is kernels for NVIDIA GPUs; "tiled" (or "xla") is pure JAX; "reference" is
-        naive and differentiable in every mode; "emulated" runs the CUDA kernels on a CPU. See `why_not`.
+      implementation: None chooses; "cuda" is kernels for NVIDIA GPUs, "pallas" such kernels in Python (interpreted on a
+        CPU); "tiled" (or "xla") is pure JAX; "reference" is naive and differentiable in every mode; "emulated" runs the
+        CUDA kernels on a CPU. See `why_not`.
       return_residual: whether to return lse too.
 
     Returns:

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import jax
 
-from jax_fa4 import automatic, cuda, reference, tiled
+from jax_fa4 import automatic, cuda, pallas, reference, tiled
 from jax_fa4 import problem as spec
 from jax_fa4.emulated import implementation as emulated
 
@@ -14,6 +14,7 @@ from jax_fa4.emulated import implementation as emulated
 _AUTOMATIC: tuple[ModuleType, ...] = (automatic, tiled)
 NAMES: dict[str, ModuleType] = {
     "cuda": cuda,
+    "pallas": pallas,
     "tiled": tiled,
     "xla": tiled,  # jax.nn's name for what runs everywhere
     "emulated": emulated,

@@ -275,9 +275,10 @@ def _print_checks() -> Iterator[str]:
 
 
 def _to_run(check: Check) -> list[str]:
-    """Whatever `implementation=None` chooses from."""
+    """Whatever `implementation=None` chooses from: `pallas` only on GPUs."""
     operands = _shapes(check.shape, check.dtype)
-    return [one for one in ("cuda", "tiled") if why_not(one, *operands, **check.arguments) is None]
+    names = ("cuda", "pallas", "tiled") if jax.default_backend() == "gpu" else ("cuda", "tiled")
+    return [one for one in names if why_not(one, *operands, **check.arguments) is None]
 
 
 def _print_check(check: Check, implementations: list[str]) -> Iterator[str]:

@@ -27,7 +27,8 @@ class Mutation(NamedTuple):
     file: str
     old: str
     new: str
-    tests: str  # of tests/test_tiled.py, for pytest's -k
+    tests: str  # for pytest's -k
+    suite: str = "test_tiled.py"
 
 
 MUTATIONS = [
@@ -262,15 +263,159 @@ MUTATIONS = [
         "jnp.where(empty, 0, -lse) - sinks",
         "test_sinks",
     ),
+    Mutation(
+        "pallas: a key past the upper bound is visible",
+        "pallas/tiling.py",
+        "key < (self.keys if",
+        "key <= (self.keys if",
+        "test_odd_size",
+        "test_pallas.py",
+    ),
+    Mutation(
+        "pallas: the key at the lower bound is hidden",
+        "pallas/tiling.py",
+        "seen & (key >= row.lower)",
+        "seen & (key > row.lower)",
+        "TestSmallBlocks and test_masks",
+        "test_pallas.py",
+    ),
+    Mutation(
+        "pallas: the reference follows at the threshold",
+        "pallas/forward_kernel.py",
+        "keep = delta >= -THRESHOLD",
+        "keep = delta > -THRESHOLD",
+        "test_the_threshold",
+        "test_pallas.py",
+    ),
+    Mutation(
+        "pallas: the output is not rescaled",
+        "pallas/forward_kernel.py",
+        "self.out * rescale[:, None] + dot",
+        "self.out + dot",
+        "test_the_worked_exercise",
+        "test_pallas.py",
+    ),
+    Mutation(
+        "pallas: the sum of weights is not rescaled",
+        "pallas/forward_kernel.py",
+        "self.total * rescale + weights",
+        "self.total + weights",
+        "test_the_worked_exercise",
+        "test_pallas.py",
+    ),
+    Mutation(
+        "pallas: the sign of the scale is lost",
+        "pallas/forward_kernel.py",
+        "query * jnp.sign(scale).astype(query.dtype)",
+        "query",
+        "test_scale and 0.7",
+        "test_pallas.py",
+    ),
+    Mutation(
+        "pallas: rows that see nothing widen the hull",
+        "pallas/tiling.py",
+        "least = jnp.where(sees_some, rows.lower, self.keys).min()",
+        "least = rows.lower.min()",
+        "one_key_or_none",
+        "test_pallas.py",
+    ),
+    Mutation(
+        "pallas: a block of which a row sees the end only needs no mask",
+        "pallas/tiling.py",
+        "_ceil_div(hull.greatest_lower, size)",
+        "hull.greatest_lower // size",
+        "TestSmallBlocks and test_masks",
+        "test_pallas.py",
+    ),
+    Mutation(
+        "pallas: a block of which a row sees the start only needs no mask",
+        "pallas/tiling.py",
+        "hull.least_upper // size",
+        "_ceil_div(hull.least_upper, size)",
+        "TestSmallBlocks and test_masks",
+        "test_pallas.py",
+    ),
+    Mutation(
+        "pallas: a partial last key block is skipped",
+        "pallas/tiling.py",
+        "partial = self.keys % self.blocks.keys > 0",
+        "partial = False",
+        "test_whole_rows",
+        "test_pallas.py",
+    ),
+    Mutation(
+        "pallas: the first row block that sees a key block is skipped",
+        "pallas/tiling.py",
+        "jnp.clip(start - high + 1, 0,",
+        "jnp.clip(start - high + 17, 0,",
+        "TestSmallBlocks and test_masks",
+        "test_pallas.py",
+    ),
+    Mutation(
+        "pallas: a row block of which some rows do not see all keys needs no mask",
+        "pallas/tiling.py",
+        "whole_first = _ceil_div(jnp.clip(end - high, 0, self.tokens) * self.group, size)",
+        "whole_first = jnp.clip(end - high, 0, self.tokens) * self.group // size",
+        "TestSmallBlocks and test_masks",
+        "test_pallas.py",
+    ),
+    Mutation(
+        "pallas: row blocks after the first run of whole ones need no mask",
+        "pallas/tiling.py",
+        "~whole & (number > whole_first[..., None])",
+        "~whole & (number > whole_first[..., None] + 1)",
+        "TestSmallBlocks and (test_masks or forth)",
+        "test_pallas.py",
+    ),
+    Mutation(
+        "pallas: a row block that sees one key of a block is skipped",
+        "pallas/tiling.py",
+        "return jnp.max(seen) > 0",
+        "return jnp.max(seen) > 1",
+        "one_key_or_none",
+        "test_pallas.py",
+    ),
+    Mutation(
+        "pallas: keys outside of the hull are loaded",
+        "pallas/tiling.py",
+        "inside = None if hull is None else (key >= hull[0]) & (key < hull[1])",
+        "inside = None",
+        "test_unseen_values_do_not_matter",
+        "test_pallas.py",
+    ),
+    Mutation(
+        "pallas: rows that see nothing are loaded",
+        "pallas/backward_kernels.py",
+        "some = lse != jnp.inf if masked else None",
+        "some = None",
+        "test_unseen_values_do_not_matter",
+        "test_pallas.py",
+    ),
+    Mutation(
+        "pallas: lse has no rounding",
+        "pallas/backward_kernels.py",
+        "lse_rounding * np.float32(LOG2_E)",
+        "jnp.zeros_like(lse)",
+        "test_weights_of_a_large_lse",
+        "test_pallas.py",
+    ),
+    Mutation(
+        "pallas: the cotangent of lse has the wrong sign",
+        "pallas/backward_kernels.py",
+        "delta -= jnp.where",
+        "delta += jnp.where",
+        "test_odd_size",
+        "test_pallas.py",
+    ),
 ]
 
 
-def run_tests(package: Path, tests: str) -> subprocess.CompletedProcess[str]:
+def run_tests(package: Path, tests: str, suite: str) -> subprocess.CompletedProcess[str]:
     """Runs the tests up to the first failure with the package in the folder `package`."""
     here = Path(__file__).parent
     # -P: the working directory, whose package is not the mutated one, stays off the path.
     command = [sys.executable, "-P", "-m", "pytest", "-n0", "-x", "-q", "--tb=line", "-p", "no:cacheprovider"]
-    command += [str(here / "test_tiled.py"), "-k", tests]
+    command += [str(here / suite), "-k", tests]
     environment = os.environ | {"PYTHONPATH": str(package), "HYPOTHESIS_PROFILE": "quick"}
     return subprocess.run(command, cwd=here.parent, env=environment, capture_output=True, text=True, check=False)
 
@@ -285,7 +430,7 @@ def verdict(mutation: Mutation, scratch: Path) -> tuple[bool, str]:
         return False, f"{mutation.old!r} stands {count} times in {mutation.file}, not once"
     path.write_text(source.replace(mutation.old, mutation.new))
     start = time.monotonic()
-    result = run_tests(folder, mutation.tests)
+    result = run_tests(folder, mutation.tests, mutation.suite)
     lines = [line for line in result.stdout.splitlines() if line.startswith("FAILED")]
     report = lines[0].split(" - ")[0] if lines else result.stdout[-300:] + result.stderr[-300:]
     # 1: a test failed. Anything else (an interpreter that cannot start, no such test) is no proof.
@@ -298,16 +443,20 @@ def main() -> None:
     chosen = [mutation for mutation in MUTATIONS if not words or any(word in mutation.name for word in words)]
     bad = 0
     with tempfile.TemporaryDirectory() as scratch, concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        untouched = " or ".join(f"({tests})" for tests in sorted({mutation.tests for mutation in chosen}))
-        control = pool.submit(run_tests, Path(scratch), untouched)
+        controls = []
+        for suite in sorted({mutation.suite for mutation in chosen}):
+            tests = sorted({mutation.tests for mutation in chosen if mutation.suite == suite})
+            untouched = " or ".join(f"({one})" for one in tests)
+            controls.append(pool.submit(run_tests, Path(scratch), untouched, suite))
         for mutation, (noticed, report) in zip(
             chosen, pool.map(lambda mutation: verdict(mutation, Path(scratch)), chosen), strict=True
         ):
             bad += not noticed
             print(f"{'noticed ' if noticed else 'SURVIVED'} {mutation.name}: {report}", flush=True)
-        if control.result().returncode:
-            bad += 1
-            print(f"The tests fail without a mutation:\n{control.result().stdout[-2000:]}")
+        for control in controls:
+            if control.result().returncode:
+                bad += 1
+                print(f"The tests fail without a mutation:\n{control.result().stdout[-2000:]}")
     print(f"{len(chosen)} mutations, {bad} not noticed")
     sys.exit(bool(bad))
 

@@ -115,12 +115,12 @@ class FakeGpu:
     ("sizes", "arguments", "expected"),
     [
         ((1, 100, 8, 8, 64), {}, ("cuda", "cuda")),
-        ((8, 1024, 64, 8, 64), {"local_window_size": (127, 0)}, ("cuda", "cuda")),  # gpt-oss
-        ((1, 8192, 64, 8, 64), {"local_window_size": (127, 0)}, ("cuda", "cuda")),
-        ((8, 2048, 32, 16, 128), {"local_window_size": (1023, 0)}, ("cuda", "tiled")),  # Gemma-3
-        ((4, 4096, 32, 32, 64), {"is_causal": True}, ("cuda", "tiled")),
-        ((4, 4096, 16, 16, 128), {}, ("tiled", "tiled")),
-        ((1, 8192, 32, 8, 128), {"is_causal": True}, ("tiled", "tiled")),  # Llama-3
+        ((8, 1024, 64, 8, 64), {"local_window_size": (127, 0)}, ("pallas", "pallas")),  # gpt-oss
+        ((1, 8192, 64, 8, 64), {"local_window_size": (127, 0)}, ("pallas", "pallas")),
+        ((8, 2048, 32, 16, 128), {"local_window_size": (1023, 0)}, ("pallas", "pallas")),  # Gemma-3
+        ((4, 4096, 32, 32, 64), {"is_causal": True}, ("pallas", "pallas")),
+        ((4, 4096, 16, 16, 128), {}, ("pallas", "tiled")),
+        ((1, 8192, 32, 8, 128), {"is_causal": True}, ("pallas", "tiled")),  # Llama-3
         ((1, 8192, 16, 8, 256), {"is_causal": True, "softcap": 50.0}, ("tiled", "tiled")),  # Gemma-2
         ((1, 100, 8, 8, 264), {}, ("tiled", "tiled")),  # no kernel
         ((16, (1, 8192), 64, 8, 128), {}, ("tiled", "tiled")),  # decoding: the kernels take 64 rows at least
@@ -129,12 +129,16 @@ class FakeGpu:
 def test_automatic_choice_takes_what_an_h200_was_faster_with(
     sizes: tuple[Any, ...], arguments: dict[str, Any], expected: tuple[str, str]
 ) -> None:
-    """Of the plain kernels, which alone serve float32, and `tiled`."""
+    """Of the plain CUDA kernels, which alone serve float32, `pallas` and `tiled`."""
     batch, lengths, heads, kv_heads, width = sizes
     rows, keys = lengths if isinstance(lengths, tuple) else (lengths, lengths)
     query = jax.ShapeDtypeStruct((batch, rows, heads, width), np.float32)
     key = jax.ShapeDtypeStruct((batch, keys, kv_heads, width), np.float32)
-    assert passes(None, query, key, key, device=FakeGpu("9.0", "NVIDIA H200"), **arguments) == expected
+    h200 = FakeGpu("9.0", "NVIDIA H200")
+    with jax.default_matmul_precision("tensorfloat32"):
+        assert passes(None, query, key, key, device=h200, **arguments) == expected
+    with jax.default_matmul_precision("highest"):
+        assert "pallas" not in passes(None, query, key, key, device=h200, **arguments)
     assert passes(None, query, key, key, device=jax.devices("cpu")[0], **arguments) == ("tiled", "tiled")
 
 
@@ -153,18 +157,18 @@ def test_automatic_choice_takes_what_an_h200_was_faster_with(
         ((192, 128), {"softcap": 30.0, "query_offset": "end"}, ("cuda", "cuda")),
         ((192, 128), {"deterministic": True}, ("cuda", "cuda")),
         # Out is float32 then, which the backwards for tensor cores do not take.
-        ((128, 128), {"sinks": jax.ShapeDtypeStruct((32,), np.float32)}, ("cuda", "tiled")),
+        ((128, 128), {"sinks": jax.ShapeDtypeStruct((32,), np.float32)}, ("cuda", "pallas on Hopper")),
         ((192, 192), {"is_causal": True}, ("cuda on Hopper", "cuda on Hopper")),
         ((256, 256), {"is_causal": True}, ("cuda on Hopper", "cuda on Hopper")),
-        ((124, 124), {"is_causal": True}, ("tiled", "tiled")),
+        ((124, 124), {"is_causal": True}, ("pallas on Hopper", "pallas on Hopper")),
         ((128, 128), {"mask": jax.ShapeDtypeStruct((8192, 8192), bool)}, ("tiled", "tiled")),
     ],
 )
 def test_tensor_cores_are_taken_wherever_there_are_kernels_for_them(
     widths: tuple[int, int], arguments: dict[str, Any], expected: tuple[str, str], gpu: FakeGpu
 ) -> None:
-    on_hopper = "cuda" if gpu.compute_capability == "9.0" else "tiled"
-    want = tuple(on_hopper if one == "cuda on Hopper" else one for one in expected)
+    name = lambda one: one.split()[0] if gpu.compute_capability == "9.0" or " on " not in one else "tiled"  # noqa: E731
+    want = tuple(map(name, expected))
     for dtype in (jnp.bfloat16, jnp.float16):
         query, key = (jax.ShapeDtypeStruct((1, 8192, heads, widths[0]), dtype) for heads in (32, 8))
         value = jax.ShapeDtypeStruct((1, 8192, 8, widths[1]), dtype)
@@ -208,7 +212,7 @@ def test_sizes_that_no_kernel_takes() -> None:
     assert "custom_call @jax_fa4" not in lowered(None, "cuda", x=huge)
 
 
-def test_without_kernels_gpus_run_tiled(tmp_path: Path) -> None:
+def test_without_kernels_gpus_run_others(tmp_path: Path) -> None:
     gpu = FakeGpu("9.0", "NVIDIA H200")
     assert passes(None, X, X, X, device=gpu) == ("cuda", "cuda")
     extension = native.extension()
@@ -217,7 +221,9 @@ def test_without_kernels_gpus_run_tiled(tmp_path: Path) -> None:
         assert f"the kernels sm80_forward were not built: there are none in {tmp_path}" in str(
             why_not("cuda", X, X, X, device=gpu)
         )
-        assert passes(None, X, X, X, device=gpu) == ("tiled", "tiled")
+        assert passes(None, X, X, X, device=gpu) == ("pallas", "pallas")
+        mask = jax.ShapeDtypeStruct((5, 5), bool)
+        assert passes(None, X, X, X, mask=mask, device=gpu) == ("tiled", "tiled")
     finally:
         extension.set_kernel_directory(str(native.kernel_directory()))
 

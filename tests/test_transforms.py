@@ -1,6 +1,6 @@
 """Every transformation of JAX, applied to `attention`, gives what un-transformed calls give.
 
-On every implementation: of the kernels on `emulated`, and on `cuda` where there is a GPU.
+On every implementation: of the CUDA kernels on `emulated`, and on `cuda` where there is a GPU. On `pallas` it is slow.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FLOATS = ("query", "key", "value", "bias", "scale", "sinks")
 INTEGERS = ("query_seq_lengths", "key_value_seq_lengths", "query_offset", "query_segment_ids", "key_value_segment_ids")
 OPERANDS = (*FLOATS, "mask", *INTEGERS, "lower", "upper")
 
-KERNELS = ("emulated", "cuda")
+KERNELS = ("emulated", "cuda", "pallas")
 REFUSED = ("bias", "mask", "float64")  # by the kernels
 
 Arrays = dict[str, Array]
@@ -60,7 +60,7 @@ def implementations(
         if name in KERNELS and value in REFUSED:
             continue
         marks = [pytest.mark.gpu] if name == "cuda" else []
-        if name == "emulated" and quick_emulated is not None and value not in quick_emulated:
+        if name == "pallas" or (name == "emulated" and quick_emulated is not None and value not in quick_emulated):
             marks.append(pytest.mark.slow)
         parameters.append(pytest.param(*((name,) if argument is None else (name, value)), marks=marks))
     return pytest.mark.parametrize("implementation" + (f",{argument}" if argument else ""), parameters)
@@ -614,6 +614,7 @@ class TestStaging:
         platforms, calls = {
             "emulated": (["cpu"], ["jax_fa4_emulated_forward_v1", "jax_fa4_emulated_backward_v1"]),
             "cuda": (["cuda"], CUSTOM_CALLS),
+            "pallas": ([jax.default_backend().replace("gpu", "cuda")], []),
         }.get(implementation, (["cpu", "cuda"], []))
         arrays = operands(implementation)
         function = jitted(results, implementation, ("query", "key"))

@@ -1,0 +1,201 @@
+"""`pallas`: FlashAttention-4 in Pallas, for GPUs that have none of the fast CUDA kernels, and for readers.
+
+`forward_kernel` is the algorithm in a page, `backward_kernels` its gradients; `tiling` is how a call is cut into
+blocks, `blocks` how large these are. Nothing is shared with the CUDA kernels but the meaning of a call (docs/spec.md).
+
+The kernels are lowered by Pallas' Triton backend. Pallas has two for GPUs, and the choice is by what each serves:
+
+- Mosaic GPU is the one that JAX develops. Its kernels are written for the instructions of one kind of GPU: warpgroup
+  products on compute capability 9.0, other products and another memory on 10.x. For 8.x JAX 0.12 has first primitives
+  (asynchronous copies and products of a warp) and earlier releases none; for 12.x it has what it has for 8.x. No text
+  of one page serves the Ampere, Ada and consumer Blackwell GPUs that this implementation is for.
+- Triton serves every GPU from compute capability 8.0 by one text, in every release of JAX that this package supports.
+  JAX has deprecated it since 0.11.0 and "will be removed in a future version". Where it is gone, `why_not` says so and
+  the automatic choice goes on without it.
+
+On a CPU the kernels are interpreted: right, and slow.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from jax_fa4 import cuda, selftest
+from jax_fa4 import problem as spec
+from jax_fa4.pallas import blocks
+
+try:
+    from jax_fa4.pallas import backward_kernels, forward_kernel
+except ImportError as error:  # a release of JAX without the backend
+    _missing: str | None = f"implementation='pallas' needs JAX's Triton backend of Pallas: {error}."
+else:
+    _missing = None
+
+_DTYPES = ("float16", "bfloat16", "float32")
+_MOST_WIDTH = 256
+_OLDEST = (8, 0)
+_LEAST = (8, 6)  # of those from there on, one with the least shared memory
+_PLATFORM = "implementation='pallas' needs an NVIDIA GPU or a CPU, but this is for the platform '{platform}'."
+
+
+def why_not(problem: spec.Problem, operands: spec.Operands, device: jax.Device | None) -> str | None:
+    """Why the kernels do not support a problem, or the device (None: whatever it is lowered for); None if they do."""
+    dtype = operands.query.dtype.name
+    widths = operands.query.shape[-1], operands.value.shape[-1]
+    if _missing is not None:
+        return _missing
+    if device is not None and (reason := _why_not_device(device)) is not None:
+        return reason
+    if dtype not in _DTYPES:
+        return f"implementation='pallas' supports the dtypes {', '.join(_DTYPES)}, but got {dtype}."
+    if max(widths) > _MOST_WIDTH:
+        return (
+            f"implementation='pallas' supports head widths up to {_MOST_WIDTH}, but got D={widths[0]}, Dv={widths[1]}."
+        )
+    for argument in ("bias", "mask"):
+        if getattr(operands, argument) is not None:
+            return (
+                f"implementation='pallas' does not support {argument}; causality, windows, lengths, segment ids and "
+                "row_bounds are supported without it."
+            )
+    return None
+
+
+def _why_not_device(device: jax.Device) -> str | None:
+    if device.platform == "cpu":
+        return None
+    if device.platform != "gpu":
+        return _PLATFORM.format(platform=device.platform)
+    capability = str(getattr(device, "compute_capability", ""))
+    if not capability.replace(".", "").isdigit():  # another maker's GPU
+        return f"implementation='pallas' needs an NVIDIA GPU or a CPU, but this is {device.device_kind}."
+    if selftest.capability(device) < _OLDEST:
+        return f"implementation='pallas' needs a GPU of compute capability 8.0 or newer, but this has {capability}."
+    return None
+
+
+def forward(
+    problem: spec.Problem, operands: spec.Operands, *, in_cuda_branch: bool = False
+) -> tuple[Array, Array, Array]:
+    """Attention of `operands`, sorted already: out (B, T, N, Dv) in query's dtype, lse and its rounding (B, T, N).
+
+    Args:
+      problem: the problem.
+      operands: its operands.
+      in_cuda_branch: whether the caller stands in the `cuda` branch of a `lax.platform_dependent`: in a program for
+        several platforms that branch is lowered for all of them, and must not refuse the others.
+    """
+    lse = jax.ShapeDtypeStruct((operands.batch, *operands.query.shape[1:3]), np.float32)
+    out = jax.ShapeDtypeStruct((*lse.shape, operands.value.shape[3]), spec.out_dtype(problem, operands))
+    return _by_platform(functools.partial(_run_forward, problem), (operands,), (out, lse, lse), in_cuda_branch)
+
+
+def backward(
+    problem: spec.Problem, operands: spec.Operands, *results: Any, with_bias: bool, in_cuda_branch: bool = False
+) -> spec.Gradients:
+    """Gradients of `forward` from out, lse, its rounding, dout and dlse; bitwise the same every time."""
+    del with_bias  # there is none
+    batch = len(results[0])
+    like = [jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype) for x in operands[:3]]
+    types: Any = spec.Gradients._make([*like, jax.ShapeDtypeStruct((batch,), np.float32), None])
+    return _by_platform(functools.partial(_run_backward, problem), (operands, *results), types, in_cuda_branch)
+
+
+def _by_platform(run: Callable[..., Any], arguments: Any, types: Any, in_cuda_branch: bool) -> Any:
+    """Calls `run(interpret, *arguments)` with what the platform that is lowered for wants.
+
+    It is one operation until then, so that nothing in it meets the transformations of the caller: Pallas' interpreter
+    does not run where the types of a `jax.shard_map` say over which axes an array varies.
+    """
+    leaves, tree = jax.tree.flatten(spec.varied(arguments))
+    wanted, tree_of_results = jax.tree.flatten(types)
+    precision = getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009  (of no type that mypy knows)
+
+    def flat(interpret: bool, *leaves: Array) -> list[Array]:
+        with jax.default_matmul_precision(precision):
+            return jax.tree.leaves(run(interpret, *jax.tree.unflatten(tree, leaves)))
+
+    def alike(*leaves: Array) -> Any:
+        return spec.varied((leaves[0], [jnp.zeros(x.shape, x.dtype) for x in wanted]))[1]
+
+    avals = tuple(jax.make_jaxpr(alike)(*leaves).out_avals)
+    results = _pass_p.bind(*leaves, run=flat, types=avals, in_cuda_branch=in_cuda_branch)
+    return jax.tree.unflatten(tree_of_results, results)
+
+
+def _lower(interpret: bool | None, context: Any, *arrays: Any, run: Any, types: Any, in_cuda_branch: bool) -> Any:
+    """Lowers a pass interpreted or compiled; where `interpret` is None, for a platform that it is not for."""
+
+    def unused(*arrays: Array) -> list[Array]:
+        return [jnp.zeros(x.shape, x.dtype) for x in types]
+
+    if interpret is None and not in_cuda_branch:
+        platforms = context.platforms or context.module_context.platforms
+        raise NotImplementedError(_PLATFORM.format(platform=", ".join(platforms)))
+    local = [[jax.core.ShapedArray(x.shape, x.dtype) for x in avals] for avals in (context.avals_in, types)]
+    context = context.replace(avals_in=local[0], avals_out=local[1])
+    traced = unused if interpret is None else functools.partial(run, interpret)
+    return mlir.lower_fun(traced, multiple_results=True)(context, *arrays)
+
+
+_pass_p = Primitive("jax_fa4_pallas")
+_pass_p.multiple_results = True
+_pass_p.def_abstract_eval(lambda *_, types, **__: list(types))
+_pass_p.def_impl(lambda *arrays, run, **_: run(jax.default_backend() == "cpu", *arrays))  # where jit is disabled
+for _platform, _interpret in (("cpu", True), ("cuda", False), (None, None)):
+    mlir.register_lowering(_pass_p, functools.partial(_lower, _interpret), platform=_platform)
+
+
+def _run_forward(problem: spec.Problem, interpret: bool, operands: spec.Operands) -> tuple[Array, Array, Array]:
+    width = operands.value.shape[3]
+    operands = _at_least_one_wide(operands)
+    found = _blocks("forward", interpret, operands)
+    out, lse, rounding = forward_kernel.forward(problem, found, interpret, operands)
+    return out[..., :width], lse, rounding
+
+
+def _run_backward(
+    problem: spec.Problem,
+    interpret: bool,
+    operands: spec.Operands,
+    out: Array,
+    lse: Array,
+    lse_rounding: Array | None,
+    dout: Array,
+    dlse: Array | None,
+) -> spec.Gradients:
+    widths = [x.shape[3] for x in operands[:3]]
+    operands, out, dout = _at_least_one_wide((operands, out, dout))
+    found = {kernel: _blocks(kernel, interpret, operands) for kernel in ("key gradients", "query gradients")}
+    gradients = backward_kernels.backward(problem, found, interpret, operands, out, lse, lse_rounding, dout, dlse)
+    query, key, value = (x[..., :width] for x, width in zip(gradients[:3], widths, strict=True))
+    return spec.Gradients(query, key, value, gradients.scale)
+
+
+def _blocks(kernel: blocks.Kernel, interpret: bool, operands: spec.Operands) -> blocks.Blocks:
+    """For the GPU at hand, which stands for all; without one, for the GPUs that have least."""
+    capability = None
+    if not interpret:
+        device = cuda.gpu_at_hand()
+        capability = _LEAST if device is None else selftest.capability(device)
+    (_, tokens, heads, width), (_, keys, kv_heads, _) = operands.query.shape, operands.key.shape
+    widths = width, operands.value.shape[3]
+    return blocks.blocks(kernel, capability, widths, operands.query.dtype, tokens * heads // kv_heads, keys)
+
+
+def _at_least_one_wide(arrays: Any) -> Any:
+    """Arrays of heads for kernels, which take no empty ones: to a width of 0, a column of zeros adds nothing."""
+
+    def widen(x: Any) -> Any:
+        return jnp.zeros((*x.shape[:3], 1), x.dtype) if x.ndim == 4 and x.shape[3] == 0 else x
+
+    return jax.tree.map(widen, arrays)
