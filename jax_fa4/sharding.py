@@ -31,7 +31,9 @@ import jax
 import numpy as np
 from jax import Array, lax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 _Axes = tuple[str, ...]
 """Mesh axes, major first."""
@@ -176,7 +178,7 @@ def over_auto_axes(
         letters,
         lead,
         jax.tree.structure(arguments),
-        tuple(size for size, is_manual in zip(mesh.axis_sizes, manual, strict=True) if not is_manual),
+        tuple(zip(mesh.axis_sizes, manual, strict=True)),
         again,
         bool(jax.config.jax_enable_x64),  # type: ignore[attr-defined]
         jax.config.jax_default_matmul_precision,  # type: ignore[attr-defined]
@@ -193,7 +195,7 @@ class _Plan:
     results: tuple[str, ...]
     lead: int
     tree: Any
-    auto: tuple[int, ...]  # the sizes of the mesh axes around, as far as known
+    mesh: tuple[tuple[int, bool], ...]  # of the axes of the mesh around, if known: their sizes, whether manual
     again: Callable[[], contextlib.AbstractContextManager[Any]]
     x64: bool
     precision: str | None
@@ -207,8 +209,12 @@ class _Plan:
         parts = [*_parts(self.function), self.tree]
         state = getattr(self.again, "args", ()), self.x64, self.precision, _code()
         text = repr([*parts, *state])
-        call = functools.partial(_partitioned, self)
-        call.__name__ = "jax_fa4_" + hashlib.sha256(text.encode()).hexdigest()[:16]  # type: ignore[attr-defined]
+
+        def call(*arrays: Array) -> Any:
+            jaxpr, results = jax.make_jaxpr(functools.partial(_partitioned, self), return_shape=True)(*arrays)
+            return jax.tree.unflatten(jax.tree.structure(results), _split_p.bind(*arrays, jaxpr=jaxpr))
+
+        call.__name__ = "jax_fa4_" + hashlib.sha256(text.encode()).hexdigest()[:16]
         return jax.jit(call)(*arrays)
 
     def run(self, *arrays: Array) -> Any:
@@ -217,7 +223,8 @@ class _Plan:
     @contextlib.contextmanager
     def traced_again(self) -> Iterator[None]:
         """Whatever holds around the compilation, tracing is what it was around the call."""
-        with self.again(), jax.enable_x64(self.x64), jax.default_matmul_precision(self.precision):
+        no_mesh = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+        with self.again(), jax.enable_x64(self.x64), jax.default_matmul_precision(self.precision), no_mesh:
             yield
 
     def shapes(self, arguments: Sequence[Any], results: Any) -> list[tuple[str, Any]]:
@@ -233,6 +240,33 @@ def _partitioned(plan: _Plan, *arrays: Array) -> Any:
     return plan.run(*arrays)
 
 
+def _lower(context: Any, *arrays: Any, jaxpr: Any) -> Any:
+    """Lowers a jaxpr of one `custom_partitioning`, which wants to know devices.
+
+    In a `jax.shard_map` over some axes of the mesh of `jax.set_mesh` the context lacks them. Where they are not found,
+    nothing tells the partitioner how to split the call: arrays are gathered.
+    """
+    around = context.module_context.axis_context
+    if isinstance(getattr(around, "mesh", None), AbstractMesh):
+        try:
+            mesh = jax.sharding.get_mesh()
+        except ValueError:  # lowered while something is traced
+            mesh = Mesh(np.empty((), object), ())
+        if mesh.shape == around.mesh.shape:
+            around = dataclasses.replace(around, mesh=mesh)
+            context = context.replace(module_context=context.module_context.replace(axis_context=around))
+        else:
+            jaxpr = jaxpr.eqns[0].params["call"]
+    return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(context, *arrays)
+
+
+_split_p = Primitive("jax_fa4_split")
+_split_p.multiple_results = True
+_split_p.def_impl(lambda *arrays, jaxpr: jaxpr_as_fun(jaxpr)(*arrays))
+_split_p.def_abstract_eval(lambda *_, jaxpr: jaxpr.out_avals)
+mlir.register_lowering(_split_p, _lower)
+
+
 class _Devices:
     """The devices of a program as the finest mesh that its shardings speak of.
 
@@ -246,13 +280,21 @@ class _Devices:
         shardings = [x._to_xla_hlo_sharding(len(y.shape)) for x, (_, y) in zip(found, shapes, strict=False)]
         tiled = [x for x in shardings if not x.is_replicated() and x.is_tiled()]
         count = math.prod(tiled[0].tile_assignment_dimensions()) if tiled else 1
-        given = plan.auto if mesh.empty else mesh.devices.shape
-        factors = [*itertools.chain(*map(_prime_factors, given))]
-        if math.prod(factors) != count:
-            factors = _prime_factors(count)
-        names = [f"devices{i}" for i in range(len(factors))] or ["devices"]
-        devices = np.array(list(found[0]._device_assignment)[:count], object)
-        self.mesh = Mesh(devices.reshape(factors or [1]), names)
+        around = [*plan.mesh] if mesh.empty else [(size, False) for size in mesh.devices.shape]
+        if math.prod(size for size, is_manual in around if not is_manual) != count:
+            around = [(count, False)]
+        numbered = itertools.count()
+        axes = [([(f"devices{next(numbered)}", n) for n in _prime_factors(size)], manual) for size, manual in around]
+        self.parts = [tuple(name for name, _ in parts) for parts, _ in axes]
+        devices = list(found[0]._device_assignment)
+
+        def finest(axes: Iterable[list[tuple[str, int]]]) -> Mesh:
+            sizes = dict(itertools.chain(*axes)) or {"devices": 1}
+            few = devices[: math.prod(sizes.values())]
+            return Mesh(np.array(few, object).reshape(tuple(sizes.values())), tuple(sizes))
+
+        self.mesh = finest(parts for parts, is_manual in axes if not is_manual)
+        self.all = finest(parts for parts, _ in axes)
         self.ways: dict[str, int] = dict(self.mesh.shape)
 
     def axes(self, x: Any) -> list[_Axes] | None:
@@ -281,7 +323,7 @@ class _Devices:
         return found
 
 
-def _choose(plan: _Plan, mesh: Mesh, arguments: Sequence[Any], results: Any) -> tuple[Mesh, _Sizes, _Split]:
+def _choose(plan: _Plan, mesh: Mesh, arguments: Sequence[Any], results: Any) -> tuple[_Devices, _Sizes, _Split]:
     """How to split a call whose arrays have shardings: as the one whose sharding splits it most, and then as others."""
     shapes = plan.shapes(arguments, results)
     sizes = _Sizes.of([(axes, x.shape) for axes, x in shapes[: len(plan.arguments)]], plan.lead)
@@ -310,7 +352,7 @@ def _choose(plan: _Plan, mesh: Mesh, arguments: Sequence[Any], results: Any) -> 
             split.batch or free(batch),
             (split.heads + split.group) or free(heads),
         )
-    return devices.mesh, sizes, split
+    return devices, sizes, split
 
 
 def _shardings(plan: _Plan, mesh: Mesh, sizes: _Sizes, split: _Split, results: Any) -> Any:
@@ -330,7 +372,8 @@ def _like(results: Any, values: Iterable[Any]) -> Any:
 
 
 def _partition(plan: _Plan, mesh: Mesh, arguments: Any, results: Any) -> tuple[Mesh, Callable[..., Any], Any, Any]:
-    mesh, sizes, split = _choose(plan, mesh, arguments, results)
+    devices, sizes, split = _choose(plan, mesh, arguments, results)
+    mesh = devices.mesh
 
     def on_one_device(*arrays: Array) -> Any:
         with plan.traced_again():
@@ -349,7 +392,7 @@ def _partition(plan: _Plan, mesh: Mesh, arguments: Any, results: Any) -> tuple[M
         NamedSharding(mesh, split.spec(sizes, letters, x.shape))
         for letters, x in zip(plan.arguments, arguments, strict=True)
     )
-    return mesh, on_one_device, shardings, of_arguments
+    return devices.all, on_one_device, shardings, of_arguments
 
 
 def _sum_over(axes: Sequence[str], x: Array) -> Array:
@@ -366,7 +409,16 @@ def _entry(entry: Any) -> _Axes:
 
 
 def _infer_from_operands(plan: _Plan, mesh: Mesh, arguments: Any, results: Any) -> Any:
-    return _shardings(plan, *_choose(plan, mesh, arguments, (None,) * len(results)), results)
+    """GSPMD's question. JAX has no name for an array that is split over a part of a mesh axis: that is no answer."""
+    devices, sizes, split = _choose(plan, mesh, arguments, (None,) * len(results))
+
+    def whole(entry: _Axes) -> bool:
+        return all(set(part) <= set(entry) or not set(part) & set(entry) for part in devices.parts)
+
+    shardings = _shardings(plan, devices.mesh, sizes, split, results)
+    return jax.tree.map(
+        lambda x: x.update(spec=PartitionSpec(*(entry if whole(_entry(entry)) else None for entry in x.spec))), shardings
+    )
 
 
 def _rule(plan: _Plan, mesh: Mesh, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[str, dict[str, Any]]:
@@ -448,28 +500,34 @@ def over_explicit_axes(function: Callable[[dict[str, Any]], Any], arrays: dict[s
       ValueError: an array is split along an axis along which attention cannot be, or arrays do not fit together.
     """
     leaves, tree = jax.tree.flatten(arrays)
-    named = [(name, x) for name, one in sorted(arrays.items()) for x in jax.tree.leaves(one)]
-    meshes = [mesh for mesh in (jax.typeof(x).sharding.mesh for x in leaves) if AxisType.Explicit in mesh.axis_types]
-    if not meshes:
+    meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in leaves)]
+    mesh = next((mesh for mesh in meshes if not mesh.empty), meshes[0])
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    explicit = {axis for axis, kind in kinds.items() if kind == AxisType.Explicit}
+    if not explicit:
         return function(arrays)
-    mesh = meshes[0]
-    letters = [_ARGUMENTS[name][: x.ndim] for name, x in named]
+    names = [name for name in sorted(arrays) for _ in jax.tree.leaves(arrays[name])]
+    letters = [_ARGUMENTS[name][: x.ndim] for name, x in zip(names, leaves, strict=True)]
     shapes = [(_ARGUMENTS[name], arrays[name].shape) for name in ("query", "key")]
     shapes += [(axes, x.shape) for axes, x in zip(letters, leaves, strict=True) if axes.startswith("b")]
     sizes = _Sizes.of(shapes, 0)
-    split = _explicit_split(sizes, dict(mesh.shape), [(name, *pair) for (name, _), pair in zip(named, zip(letters, leaves))])
+    split = _explicit_split(sizes, dict(mesh.shape), [*zip(names, letters, leaves, strict=True)])
     specs = [split.spec(sizes, axes, x.shape) for axes, x in zip(letters, leaves, strict=True)]
     # What is whole where others are split is cut, which moves nothing.
     placed = [jax.sharding.reshard(x, NamedSharding(mesh, s)) for x, s in zip(leaves, specs, strict=True)]
     out = split.spec(sizes, "btnv", (sizes.batch, 0, sizes.heads * sizes.group, 0))
-    mapped = jax.shard_map(
-        lambda *leaves: function(jax.tree.unflatten(tree, leaves)),
-        mesh=mesh,
-        in_specs=tuple(specs),
-        out_specs=(out, PartitionSpec(*out[:3])),
-        axis_names={axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit},
-    )
-    return mapped(*placed)
+    results = out, PartitionSpec(*out[:3])
+
+    def call(*leaves: Array) -> Any:
+        return function(jax.tree.unflatten(tree, leaves))
+
+    if AxisType.Manual in kinds.values():
+        # The gradient of a `shard_map` in another one fails in JAX.
+        here = tuple(NamedSharding(mesh, spec) for spec in results)
+        return jax.sharding.auto_axes(call, axes=tuple(explicit), out_sharding=here)(*placed)
+    # All are the default, without those over which `jax.vmap` maps.
+    axes = explicit if AxisType.Auto in kinds.values() else set()
+    return jax.shard_map(call, mesh=mesh, in_specs=tuple(specs), out_specs=results, axis_names=axes)(*placed)
 
 
 _AXIS_NAMES = {"t": "length", "s": "length", "d": "width", "v": "width"}
