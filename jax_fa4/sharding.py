@@ -521,13 +521,25 @@ def over_explicit_axes(function: Callable[[dict[str, Any]], Any], arrays: dict[s
     def call(*leaves: Array) -> Any:
         return function(jax.tree.unflatten(tree, leaves))
 
-    if AxisType.Manual in kinds.values():
-        # The gradient of a `shard_map` in another one fails in JAX.
-        here = tuple(NamedSharding(mesh, spec) for spec in results)
-        return jax.sharding.auto_axes(call, axes=tuple(explicit), out_sharding=here)(*placed)
-    # All are the default, without those over which `jax.vmap` maps.
-    axes = explicit if AxisType.Auto in kinds.values() else set()
-    return jax.shard_map(call, mesh=mesh, in_specs=tuple(specs), out_specs=results, axis_names=axes)(*placed)
+    if AxisType.Manual in kinds.values() or _is_mapped(mesh):
+        # The gradient of a `shard_map` in another one fails in JAX, and so does that of one over some axes in a vmap.
+        shardings = tuple(NamedSharding(mesh, spec) for spec in results)
+        with jax.sharding.use_abstract_mesh(mesh):
+            return jax.sharding.auto_axes(call, axes=tuple(explicit), out_sharding=shardings)(*placed)
+    return jax.shard_map(call, mesh=mesh, in_specs=tuple(specs), out_specs=results, axis_names=explicit)(*placed)
+
+
+def _is_mapped(mesh: AbstractMesh) -> bool:
+    """Whether a `jax.vmap` around maps over an axis that is split over Explicit axes of a mesh."""
+    inside: list[AbstractMesh] = []
+
+    def look(x: Array) -> Array:
+        inside.append(jax.sharding.get_abstract_mesh())
+        return x
+
+    # By default it is over all axes but those.
+    jax.eval_shape(jax.shard_map(look, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec()), np.float32(0))
+    return any(kind != AxisType.Manual for kind in inside[0].axis_types)
 
 
 _AXIS_NAMES = {"t": "length", "s": "length", "d": "width", "v": "width"}
