@@ -241,13 +241,15 @@ def _partitioned(plan: _Plan, *arrays: Array) -> Any:
 
 
 def _lower(context: Any, *arrays: Any, jaxpr: Any) -> Any:
-    """Lowers a jaxpr of one `custom_partitioning`, which wants to know devices.
+    """Lowers a jaxpr of one `custom_partitioning`, or the call in it, whose arrays the partitioner then gathers.
 
-    In a `jax.shard_map` over some axes of the mesh of `jax.set_mesh` the context lacks them. Where they are not found,
-    nothing tells the partitioner how to split the call: arrays are gathered.
+    A program that is exported cannot hold the former, which is a pointer to this process. It also wants to know devices,
+    which the context lacks in a `jax.shard_map` over some axes of the mesh of `jax.set_mesh`.
     """
     around = context.module_context.axis_context
-    if isinstance(getattr(around, "mesh", None), AbstractMesh):
+    if context.module_context.lowering_parameters.for_export:
+        jaxpr = jaxpr.eqns[0].params["call"]
+    elif isinstance(getattr(around, "mesh", None), AbstractMesh):
         try:
             mesh = jax.sharding.get_mesh()
         except ValueError:  # lowered while something is traced
