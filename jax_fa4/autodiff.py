@@ -156,7 +156,9 @@ def _forward(implementation: ModuleType, problem: spec.Problem, operands: spec.O
     """The results in the order of the operands' rows."""
     call = functools.partial(_call_forward, implementation, problem)
     # `reference` is differentiated by JAX itself, which a custom vmap rule would prevent.
-    results = (call if implementation is reference else _foldable(call, implementation, sharding.RESULTS))((_sort(operands),))
+    results = (call if implementation is reference else _foldable(call, implementation, sharding.RESULTS))(
+        (_sort(operands),)
+    )
     if operands.query_order is None:
         return results
     row = jnp.argsort(operands.query_order, axis=1)

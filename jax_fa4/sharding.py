@@ -211,7 +211,14 @@ class _Plan:
         text = repr([*parts, *state])
 
         def call(*arrays: Array) -> Any:
-            jaxpr, results = jax.make_jaxpr(functools.partial(_partitioned, self), return_shape=True)(*arrays)
+            split = custom_partitioning(self.run)
+            split.def_partition(
+                functools.partial(_partition, self),
+                infer_sharding_from_operands=functools.partial(_infer_from_operands, self),
+                sharding_rule=functools.partial(_rule, self),
+                decode_shardings=False,  # JAX has no names for parts of mesh axes
+            )
+            jaxpr, results = jax.make_jaxpr(split, return_shape=True)(*arrays)
             return jax.tree.unflatten(jax.tree.structure(results), _split_p.bind(*arrays, jaxpr=jaxpr))
 
         call.__name__ = "jax_fa4_" + hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -235,16 +242,11 @@ class _Plan:
         ]
 
 
-@functools.partial(custom_partitioning, static_argnums=(0,))
-def _partitioned(plan: _Plan, *arrays: Array) -> Any:
-    return plan.run(*arrays)
-
-
 def _lower(context: Any, *arrays: Any, jaxpr: Any) -> Any:
     """Lowers a jaxpr of one `custom_partitioning`, or the call in it, whose arrays the partitioner then gathers.
 
-    A program that is exported cannot hold the former, which is a pointer to this process. It also wants to know devices,
-    which the context lacks in a `jax.shard_map` over some axes of the mesh of `jax.set_mesh`.
+    A program that is exported cannot hold the former, which is a pointer to this process. It also wants to know
+    devices, which the context lacks in a `jax.shard_map` over some axes of the mesh of `jax.set_mesh`.
     """
     around = context.module_context.axis_context
     if context.module_context.lowering_parameters.for_export:
@@ -306,14 +308,18 @@ class _Devices:
         sharding = x.sharding._to_xla_hlo_sharding(len(x.shape))
         if sharding.is_replicated() or not sharding.is_tiled():
             return None
-        numbers = np.array(sharding.tile_assignment_devices()).reshape(sharding.tile_assignment_dimensions())
+        numbers: np.ndarray[Any, Any] = np.array(sharding.tile_assignment_devices()).reshape(
+            sharding.tile_assignment_dimensions()
+        )
         if numbers.size != self.mesh.size:
             return None
         strides = dict(zip(self.ways, np.cumprod([1, *[*self.ways.values()][:0:-1]])[::-1].tolist(), strict=True))
         found: list[_Axes] = []
         first = (0,) * numbers.ndim
         for dimension in range(len(x.shape)):
-            line = numbers[(*first[:dimension], slice(None), *first[dimension + 1 :])] - numbers[first]
+            at: list[Any] = [*first]
+            at[dimension] = slice(None)
+            line: Any = numbers[tuple(at)] - numbers[first]
             axes: _Axes = ()
             while len(line) > 1:
                 axis = next((a for a, n in strides.items() if n == line[1] and len(line) % self.ways[a] == 0), None)
@@ -419,7 +425,8 @@ def _infer_from_operands(plan: _Plan, mesh: Mesh, arguments: Any, results: Any) 
 
     shardings = _shardings(plan, devices.mesh, sizes, split, results)
     return jax.tree.map(
-        lambda x: x.update(spec=PartitionSpec(*(entry if whole(_entry(entry)) else None for entry in x.spec))), shardings
+        lambda x: x.update(spec=PartitionSpec(*(entry if whole(_entry(entry)) else None for entry in x.spec))),
+        shardings,
     )
 
 
@@ -440,11 +447,16 @@ def _rule(plan: _Plan, mesh: Mesh, arguments: Sequence[Any], results: Sequence[A
     names = {
         "b": (sizes.batch, "b"),
         "k": (sizes.heads, "k"),
-        "n": (sizes.heads * sizes.group, f"({' '.join(head_factors)})" if len(head_factors) > 1 else "".join(head_factors)),
+        "n": (
+            sizes.heads * sizes.group,
+            f"({' '.join(head_factors)})" if len(head_factors) > 1 else "".join(head_factors),
+        ),
     }
 
     def mapping(letters: str, shape: tuple[int, ...]) -> str:
-        lead = [factor(length, size, f"lead{i}") for i, (length, size) in enumerate(zip(shape, sizes.lead, strict=False))]
+        lead = [
+            factor(length, size, f"lead{i}") for i, (length, size) in enumerate(zip(shape, sizes.lead, strict=False))
+        ]
         rest = zip(letters, shape[plan.lead :], strict=True)
         return " ".join([*lead, *(factor(length, *names.get(letter, (0, ""))) for letter, length in rest)])
 
@@ -455,14 +467,6 @@ def _rule(plan: _Plan, mesh: Mesh, arguments: Sequence[Any], results: Sequence[A
     if len(head_factors) > 1:
         options["g"] = sizes.group
     return f"{left} -> {right}", options
-
-
-_partitioned.def_partition(
-    _partition,
-    infer_sharding_from_operands=_infer_from_operands,
-    sharding_rule=_rule,
-    decode_shardings=False,
-)
 
 
 @functools.cache
@@ -554,7 +558,7 @@ def _explicit_split(sizes: _Sizes, ways: dict[str, int], arrays: Sequence[tuple[
         spec = jax.typeof(x).sharding.spec
         if getattr(spec, "unreduced", None):
             raise ValueError(f"{name} must not be an unreduced sum, but its sharding is {spec}: reduce it first.")
-        for letter, axes in itertools.zip_longest(letters, map(_entry, spec), fillvalue=()):
+        for letter, axes in zip(letters.ljust(x.ndim, "?"), map(_entry, spec), strict=False):
             if not axes:
                 continue
             if letter not in ("b", "n", "k"):
@@ -565,8 +569,8 @@ def _explicit_split(sizes: _Sizes, ways: dict[str, int], arrays: Sequence[tuple[
             other, known = wishes.setdefault(letter, (name, axes))
             if known != axes:
                 raise ValueError(
-                    f"{name} and {other} must be sharded alike along the {'batch' if letter == 'b' else 'heads'}, but got "
-                    f"{axes} and {known}: jax.sharding.reshard one of them."
+                    f"{name} and {other} must be sharded alike along the {'batch' if letter == 'b' else 'heads'}, "
+                    f"but got {axes} and {known}: jax.sharding.reshard one of them."
                 )
     batch, heads, shared = (wishes.get(letter, ("", ()))[1] for letter in "bnk")
     split = _Split.fit(sizes, ways, (), batch, heads or shared)
@@ -583,7 +587,7 @@ def _explicit_split(sizes: _Sizes, ways: dict[str, int], arrays: Sequence[tuple[
         )
     if set(split.batch) & set(split.heads + split.group):
         raise ValueError(
-            f"A mesh axis must not shard both batch and heads, but {wishes['b'][0]}'s batch is sharded over {batch} and "
-            f"heads over {heads or shared}: jax.sharding.reshard one of them."
+            f"A mesh axis must not shard both batch and heads, but {wishes['b'][0]}'s batch is sharded over {batch} "
+            f"and heads over {heads or shared}: jax.sharding.reshard one of them."
         )
     return split
