@@ -167,9 +167,9 @@ def over_auto_axes(
     named += [(axes, x) for axes, x in zip(_ROWS, rows, strict=False) if x is not None]
     mesh = jax.sharding.get_abstract_mesh()
     manual = [kind == AxisType.Manual for kind in mesh.axis_types]
-    # GSPMD cannot partition custom calls in a region that is manual over some axes only.
-    gathered = any(manual) and (all(manual) or not jax.config.jax_use_shardy_partitioner)  # type: ignore[attr-defined]
-    if gathered or any(0 in x.shape for _, x in named):
+    # In a region that is manual over some axes only, GSPMD has to gather: there it partitions no `custom_partitioning`.
+    shardy = getattr(jax.config, "jax_use_shardy_partitioner", True)
+    if (any(manual) and (all(manual) or not shardy)) or any(0 in x.shape for _, x in named):
         return function(arguments)
     again = getattr(implementation, "trace_context", lambda: contextlib.nullcontext)()
     plan = _Plan(
@@ -280,9 +280,8 @@ class _Devices:
     """
 
     def __init__(self, plan: _Plan, mesh: Mesh, shapes: Sequence[tuple[str, Any]]) -> None:
-        found = [x.sharding for _, x in shapes if getattr(x, "sharding", None) is not None]
-        shardings = [x._to_xla_hlo_sharding(len(y.shape)) for x, (_, y) in zip(found, shapes, strict=False)]
-        tiled = [x for x in shardings if not x.is_replicated() and x.is_tiled()]
+        known = [x for _, x in shapes if getattr(x, "sharding", None) is not None]
+        tiled = [sharding for sharding in map(_tiles, known) if sharding is not None]
         count = math.prod(tiled[0].tile_assignment_dimensions()) if tiled else 1
         around = [*plan.mesh] if mesh.empty else [(size, False) for size in mesh.devices.shape]
         if math.prod(size for size, is_manual in around if not is_manual) != count:
@@ -290,7 +289,7 @@ class _Devices:
         numbered = itertools.count()
         axes = [([(f"devices{next(numbered)}", n) for n in _prime_factors(size)], manual) for size, manual in around]
         self.parts = [tuple(name for name, _ in parts) for parts, _ in axes]
-        devices = list(found[0]._device_assignment)
+        devices = list(known[0].sharding._device_assignment)
 
         def finest(axes: Iterable[list[tuple[str, int]]]) -> Mesh:
             sizes = dict(itertools.chain(*axes)) or {"devices": 1}
@@ -303,10 +302,8 @@ class _Devices:
 
     def axes(self, x: Any) -> list[_Axes] | None:
         """The mesh axes of each axis of an array; None where it is not simply split."""
-        if getattr(x, "sharding", None) is None:
-            return None
-        sharding = x.sharding._to_xla_hlo_sharding(len(x.shape))
-        if sharding.is_replicated() or not sharding.is_tiled():
+        sharding = _tiles(x)
+        if sharding is None:
             return None
         numbers: np.ndarray[Any, Any] = np.array(sharding.tile_assignment_devices()).reshape(
             sharding.tile_assignment_dimensions()
@@ -329,6 +326,14 @@ class _Devices:
                 line = line[:: self.ways[axis]]
             found.append(axes)
         return found
+
+
+def _tiles(x: Any) -> Any:
+    """XLA's description of how an array is split; None where it is not, or nothing is known."""
+    if getattr(x, "sharding", None) is None:
+        return None
+    sharding = x.sharding._to_xla_hlo_sharding(len(x.shape))
+    return sharding if sharding.is_tiled() and not sharding.is_replicated() else None
 
 
 def _choose(plan: _Plan, mesh: Mesh, arguments: Sequence[Any], results: Any) -> tuple[_Devices, _Sizes, _Split]:

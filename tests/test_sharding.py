@@ -50,7 +50,12 @@ def test_on_eight_devices(which: str) -> None:
 @pytest.fixture(autouse=True)
 def partitioner(request: pytest.FixtureRequest) -> Iterator[None]:
     kind = request.getfixturevalue("kind") if "kind" in request.fixturenames else None
-    before = jax.config.jax_use_shardy_partitioner
+    before = getattr(jax.config, "jax_use_shardy_partitioner", None)
+    if before is None:
+        if kind == "gspmd":
+            pytest.skip("this JAX has Shardy only")
+        yield
+        return
     jax.config.update("jax_use_shardy_partitioner", kind != "gspmd")
     yield
     jax.config.update("jax_use_shardy_partitioner", before)
