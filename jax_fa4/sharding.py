@@ -35,6 +35,8 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jax_fa4 import problem as spec
+
 _Axes = tuple[str, ...]
 """Mesh axes, major first."""
 
@@ -169,7 +171,9 @@ def over_auto_axes(
     manual = [kind == AxisType.Manual for kind in mesh.axis_types]
     # In a region that is manual over some axes only, GSPMD has to gather: there it partitions no `custom_partitioning`.
     shardy = getattr(jax.config, "jax_use_shardy_partitioner", True)
-    if (any(manual) and (all(manual) or not shardy)) or any(0 in x.shape for _, x in named):
+    if any(manual) and all(manual):
+        return _on_this_device(function, arguments)
+    if (any(manual) and not shardy) or any(0 in x.shape for _, x in named):
         return function(arguments)
     again = getattr(implementation, "trace_context", lambda: contextlib.nullcontext)()
     plan = _Plan(
@@ -184,6 +188,42 @@ def over_auto_axes(
         jax.config.jax_default_matmul_precision,  # type: ignore[attr-defined]
     )
     return plan.named(*(x for _, x in named))
+
+
+def _on_this_device(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """`function(arguments)` inside of a `jax.shard_map` over all axes of a mesh, as if there was no mesh.
+
+    The types of arrays there say over which axes they vary. A Pallas call that is interpreted does not get along with
+    that. What is in here sees none of it: all operands vary over the same axes, and so do all results.
+    """
+    leaves, tree = jax.tree.flatten(arguments)
+    if not spec.varying_axes(leaves[0]):
+        return function(arguments)
+    structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        call = jax.make_jaxpr(lambda *leaves: function(jax.tree.unflatten(tree, leaves)), return_shape=True)
+        jaxpr, results = call(*structs)
+    return jax.tree.unflatten(jax.tree.structure(results), _on_this_device_p.bind(*leaves, jaxpr=jaxpr))
+
+
+def _types_on_this_device(first: Any, *_: Any, jaxpr: Any) -> list[Any]:
+    def varying(x: Any) -> Any:
+        here = NamedSharding(first.sharding.mesh, PartitionSpec(*(None,) * x.ndim))
+        return first.update(shape=x.shape, dtype=x.dtype, weak_type=False, sharding=here)
+
+    return [varying(x) for x in jaxpr.out_avals]
+
+
+def _lower_on_this_device(context: Any, *arrays: Any, jaxpr: Any) -> Any:
+    context = context.replace(avals_in=jaxpr.in_avals, avals_out=jaxpr.out_avals)
+    return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(context, *arrays)
+
+
+_on_this_device_p = Primitive("jax_fa4_on_this_device")
+_on_this_device_p.multiple_results = True
+_on_this_device_p.def_impl(lambda *arrays, jaxpr: jaxpr_as_fun(jaxpr)(*arrays))
+_on_this_device_p.def_abstract_eval(_types_on_this_device)
+mlir.register_lowering(_on_this_device_p, _lower_on_this_device)
 
 
 @dataclasses.dataclass(frozen=True)
