@@ -35,8 +35,6 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_fa4 import problem as spec
-
 _Axes = tuple[str, ...]
 """Mesh axes, major first."""
 
@@ -171,10 +169,11 @@ def over_auto_axes(
     manual = [kind == AxisType.Manual for kind in mesh.axis_types]
     # In a region that is manual over some axes only, GSPMD has to gather: there it partitions no `custom_partitioning`.
     shardy = getattr(jax.config, "jax_use_shardy_partitioner", True)
-    if any(manual) and all(manual):
-        return _on_this_device(function, arguments)
-    if (any(manual) and not shardy) or any(0 in x.shape for _, x in named):
+    if any(0 in x.shape for _, x in named):
         return function(arguments)
+    arrays = [x for _, x in named]
+    if any(manual) and (all(manual) or not shardy):
+        return _bind(lambda *arrays: function(jax.tree.unflatten(jax.tree.structure(arguments), arrays)), arrays)
     again = getattr(implementation, "trace_context", lambda: contextlib.nullcontext)()
     plan = _Plan(
         function,
@@ -187,43 +186,7 @@ def over_auto_axes(
         bool(jax.config.jax_enable_x64),  # type: ignore[attr-defined]
         jax.config.jax_default_matmul_precision,  # type: ignore[attr-defined]
     )
-    return plan.named(*(x for _, x in named))
-
-
-def _on_this_device(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """`function(arguments)` inside of a `jax.shard_map` over all axes of a mesh, as if there was no mesh.
-
-    The types of arrays there say over which axes they vary. A Pallas call that is interpreted does not get along with
-    that. What is in here sees none of it: all operands vary over the same axes, and so do all results.
-    """
-    leaves, tree = jax.tree.flatten(arguments)
-    if not spec.varying_axes(leaves[0]):
-        return function(arguments)
-    structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        call = jax.make_jaxpr(lambda *leaves: function(jax.tree.unflatten(tree, leaves)), return_shape=True)
-        jaxpr, results = call(*structs)
-    return jax.tree.unflatten(jax.tree.structure(results), _on_this_device_p.bind(*leaves, jaxpr=jaxpr))
-
-
-def _types_on_this_device(first: Any, *_: Any, jaxpr: Any) -> list[Any]:
-    def varying(x: Any) -> Any:
-        here = NamedSharding(first.sharding.mesh, PartitionSpec(*(None,) * x.ndim))
-        return first.update(shape=x.shape, dtype=x.dtype, weak_type=False, sharding=here)
-
-    return [varying(x) for x in jaxpr.out_avals]
-
-
-def _lower_on_this_device(context: Any, *arrays: Any, jaxpr: Any) -> Any:
-    context = context.replace(avals_in=jaxpr.in_avals, avals_out=jaxpr.out_avals)
-    return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(context, *arrays)
-
-
-_on_this_device_p = Primitive("jax_fa4_on_this_device")
-_on_this_device_p.multiple_results = True
-_on_this_device_p.def_impl(lambda *arrays, jaxpr: jaxpr_as_fun(jaxpr)(*arrays))
-_on_this_device_p.def_abstract_eval(_types_on_this_device)
-mlir.register_lowering(_on_this_device_p, _lower_on_this_device)
+    return plan.named(*arrays)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,8 +221,7 @@ class _Plan:
                 sharding_rule=functools.partial(_rule, self),
                 decode_shardings=False,  # JAX has no names for parts of mesh axes
             )
-            jaxpr, results = jax.make_jaxpr(split, return_shape=True)(*arrays)
-            return jax.tree.unflatten(jax.tree.structure(results), _split_p.bind(*arrays, jaxpr=jaxpr))
+            return _bind(split, arrays)
 
         call.__name__ = "jax_fa4_" + hashlib.sha256(text.encode()).hexdigest()[:16]
         return jax.jit(call)(*arrays)
@@ -282,16 +244,37 @@ class _Plan:
         ]
 
 
-def _lower(context: Any, *arrays: Any, jaxpr: Any) -> Any:
-    """Lowers a jaxpr of one `custom_partitioning`, or the call in it, whose arrays the partitioner then gathers.
+def _bind(call: Callable[..., Any], arrays: Sequence[Array]) -> Any:
+    """`call(*arrays)`, which sees neither a mesh nor over which of its axes arrays vary.
 
-    A program that is exported cannot hold the former, which is a pointer to this process. It also wants to know
-    devices, which the context lacks in a `jax.shard_map` over some axes of the mesh of `jax.set_mesh`.
+    In a `jax.shard_map` these are parts of the types of arrays, with which an interpreted Pallas call, say, does not
+    get along. All operands vary alike there, and so do all results.
+    """
+    structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        jaxpr, results = jax.make_jaxpr(call, return_shape=True)(*structs)
+    return jax.tree.unflatten(jax.tree.structure(results), _call_p.bind(*arrays, jaxpr=jaxpr))
+
+
+def _types(first: Any, *_: Any, jaxpr: Any) -> list[Any]:
+    def whole(x: Any) -> Any:
+        here = NamedSharding(first.sharding.mesh, PartitionSpec(*(None,) * x.ndim))
+        return first.update(shape=x.shape, dtype=x.dtype, weak_type=False, sharding=here)
+
+    return [whole(x) for x in jaxpr.out_avals]
+
+
+def _lower(context: Any, *arrays: Any, jaxpr: Any) -> Any:
+    """Lowers a call. If it is a `custom_partitioning`, that may not be possible: then it is what is in there.
+
+    A program that is exported cannot hold it, since it is a pointer to this process. It also wants to know devices,
+    which the context lacks in a `jax.shard_map` over some axes of the mesh of `jax.set_mesh`.
     """
     around = context.module_context.axis_context
-    if context.module_context.lowering_parameters.for_export:
-        jaxpr = jaxpr.eqns[0].params["call"]
-    elif isinstance(getattr(around, "mesh", None), AbstractMesh):
+    partitioned = jaxpr.eqns[0].params.get("call") if jaxpr.eqns[0].primitive.name == "custom_partitioning" else None
+    if partitioned is not None and context.module_context.lowering_parameters.for_export:
+        jaxpr = partitioned
+    elif partitioned is not None and isinstance(getattr(around, "mesh", None), AbstractMesh):
         try:
             mesh = jax.sharding.get_mesh()
         except ValueError:  # lowered while something is traced
@@ -300,15 +283,16 @@ def _lower(context: Any, *arrays: Any, jaxpr: Any) -> Any:
             around = dataclasses.replace(around, mesh=mesh)
             context = context.replace(module_context=context.module_context.replace(axis_context=around))
         else:
-            jaxpr = jaxpr.eqns[0].params["call"]
+            jaxpr = partitioned
+    context = context.replace(avals_in=jaxpr.in_avals, avals_out=jaxpr.out_avals)
     return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(context, *arrays)
 
 
-_split_p = Primitive("jax_fa4_split")
-_split_p.multiple_results = True
-_split_p.def_impl(lambda *arrays, jaxpr: jaxpr_as_fun(jaxpr)(*arrays))
-_split_p.def_abstract_eval(lambda *_, jaxpr: jaxpr.out_avals)
-mlir.register_lowering(_split_p, _lower)
+_call_p = Primitive("jax_fa4_call")
+_call_p.multiple_results = True
+_call_p.def_impl(lambda *arrays, jaxpr: jaxpr_as_fun(jaxpr)(*arrays))
+_call_p.def_abstract_eval(_types)
+mlir.register_lowering(_call_p, _lower)
 
 
 class _Devices:
