@@ -244,14 +244,20 @@ def train_step(model: Transformer, optimizer: nnx.Optimizer, rows: Rows) -> Arra
 evaluation_step = nnx.jit(total_loss)
 
 
-def evaluate(model: Transformer, rows: Rows, batch: int) -> float:
+# Puts a batch where it is to be computed; by default it is left to JAX.
+Place = Callable[[Rows], Rows]
+
+
+def evaluate(model: Transformer, rows: Rows, batch: int, place: Place = lambda rows: rows) -> float:
     """Bits per byte of `model` on `rows`, `batch` rows at a time."""
     starts = range(0, len(rows.tokens), batch)
-    nats = sum(float(evaluation_step(model, rows.take(slice(start, start + batch)))) for start in starts)
+    nats = sum(float(evaluation_step(model, place(rows.take(slice(start, start + batch))))) for start in starts)
     return nats * BITS / float(rows.weights.sum())
 
 
-def train(config: Config, attention_fn: AttentionFn, rows: Rows, held_out: Rows) -> tuple[Transformer, History]:
+def train(
+    config: Config, attention_fn: AttentionFn, rows: Rows, held_out: Rows, place: Place = lambda rows: rows
+) -> tuple[Transformer, History]:
     """Trains a new model on `rows`; on the way measures its loss on `held_out` five times."""
     model = Transformer(config, attention_fn, nnx.Rngs(config.seed))
     schedule = optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, config.steps // 10, config.steps)
@@ -264,10 +270,10 @@ def train(config: Config, attention_fn: AttentionFn, rows: Rows, held_out: Rows)
     bar = tqdm(range(1, config.steps + 1), unit="step")
     for step, batch in zip(bar, batches(rows, config.batch, config.seed), strict=False):
         start = time.perf_counter()
-        losses.append(float(train_step(model, optimizer, batch)) * BITS)
+        losses.append(float(train_step(model, optimizer, place(batch))) * BITS)
         seconds.append(time.perf_counter() - start)
         if step % max(1, config.steps // 5) == 0 or step == config.steps:
-            held_out_losses[step] = evaluate(model, held_out, config.batch)
+            held_out_losses[step] = evaluate(model, held_out, config.batch, place)
         bar.set_postfix(bits=f"{losses[-1]:.3f}")
     return model, History(losses, held_out_losses, config.batch * config.length / float(np.median(seconds)))
 

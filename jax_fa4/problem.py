@@ -145,6 +145,7 @@ def dynamic_bounds(
     query_lengths: Array | None,
     key_lengths: Array | None,
     user: tuple[Array, Array] | None,
+    position: Array | None = None,
 ) -> tuple[Array, Array]:
     """Intersects all interval masks.
 
@@ -156,12 +157,13 @@ def dynamic_bounds(
       query_lengths: int32 (B,) or None; rows from there on see nothing.
       key_lengths: int32 (B,) or None; keys from there on are hidden.
       user: lower and upper, int32 (B, T), or None.
+      position: int32 (1, R), which rows are asked for; by default all T. `user` has just these.
 
     Returns:
       lower and upper, int32 (B, T) or (1, T), within [0, S], of rows and keys in the order given.
     """
     _, rows, keys = shape
-    position = lax.iota(np.int32, rows)[None]
+    position = lax.iota(np.int32, rows)[None] if position is None else position
 
     def diagonal(distance: int) -> Array:
         """The position `i + offset + distance`, cut to [0, S], computed without wrapping around."""

@@ -448,8 +448,13 @@ def case(name: str) -> mutation.Case:
         draw(Sizes(2, 40, 100, 5, 1, *widths), (5, 50) if has_bounds else None, signs=(1, -1)),
         # Blocks of rows that see blocks of keys wholly, in part, and not at all.
         draw(Sizes(1, 256, 300, 2, 2, *widths), (-256, 1) if has_bounds else None),
-        # Several blocks of keys add to the same blocks of rows.
-        draw(Sizes(2, 200, 400, 2, 1, *widths), intervals() if has_bounds else None, deterministic=True),
+        # Several blocks of keys add to the same blocks of rows. A lane that is left behind shows in few turns of the
+        # narrowest heads.
+        draw(
+            Sizes(2, 200, 400, 4 if widths[0] == 64 else 2, 1, *widths),
+            intervals() if has_bounds else None,
+            deterministic=True,
+        ),
     ]
     if subject.in_order:
         del problems[:-1]

@@ -1,16 +1,31 @@
 """Runs small calls of `cuda` under NVIDIA's compute-sanitizer: `python tests/sanitize.py [TOOL ...]`, on a GPU.
 
 Memcheck, racecheck, synccheck and initcheck by default. Exits with 1 if a tool reports anything.
+
+With `--limits` it runs the small kernels of sanitizer_limits.cu instead (which needs nvcc), and exits with 1 unless the
+tools report of them what `LIMITS` says. None of them has a fault: so where a kernel of `cuda` is built as they are, a
+report shows nothing.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 DTYPES = ("bfloat16", "float16", "float32")
+# The kernels of sanitizer_limits.cu of which a tool reports something.
+LIMITS = {
+    # It does not see that __syncwarp orders the reads of a warp before the arrival of one of its lanes at an mbarrier,
+    # nor that a named barrier orders those of one warp before the arrival of another.
+    "racecheck": ("lane_arrives", "named_barrier_then_mbarrier"),
+    # It takes warps that reach a barrier at different places of the code, or through different calls, for divergent.
+    "synccheck": ("two_places", "two_calls"),
+}
 
 
 def calls(dtype: str) -> None:
@@ -57,7 +72,30 @@ def main(tools: list[str]) -> int:
     return int(failed)
 
 
+def limits() -> int:
+    """The command with `--limits`; returns its exit status."""
+    source = Path(__file__).with_name("sanitizer_limits.cu")
+    kernels = re.findall(r"__global__ void (\w+)\(", source.read_text())
+    failed = False
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder, "limits")
+        subprocess.run(["nvcc", "-arch=sm_90a", "-o", program, source], check=True)
+        for tool, expected in LIMITS.items():
+            reported = []
+            for kernel in kernels:
+                command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1", "--kernel-name"]
+                status = subprocess.run([*command, f"kernel_name={kernel}", program], check=False).returncode
+                if status:
+                    reported.append(kernel)
+            right = tuple(reported) == expected
+            print(f"{tool}: reports of {', '.join(reported) or 'none'}{'' if right else ', which is not as expected'}")
+            failed |= not right
+    return int(failed)
+
+
 if __name__ == "__main__":
+    if sys.argv[1:] == ["--limits"]:
+        sys.exit(limits())
     if sys.argv[1:2] == ["--calls"]:
         sys.path.insert(0, os.path.dirname(__file__))
         calls(sys.argv[2])
