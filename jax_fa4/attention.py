@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_fa4 import autodiff, cuda, dispatch
+from jax_fa4 import autodiff, cuda, dispatch, sharding
 from jax_fa4 import problem as spec
 
 _INT32 = np.iinfo(np.int32)
@@ -226,16 +226,21 @@ class _Call:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _run(call: _Call, arrays: dict[str, Any]) -> Array | tuple[Array, Array]:
+    out, lse = sharding.over_explicit_axes(functools.partial(_attend, call), arrays)
+    if not call.batched:
+        out, lse = out[0], lse[0]
+    return (out, lse) if call.return_residual else out
+
+
+def _attend(call: _Call, arrays: dict[str, Any]) -> tuple[Array, Array]:
+    """Out (B, T, N, Dv) in query's dtype, and lse (B, T, N) in float32."""
     arrays = spec.varied(arrays)
     problem, operands = _pose(call, arrays)
     implementation = dispatch.choose(call.implementation, problem, operands)
     out, lse = autodiff.attend(implementation, problem, operands)
     if (sinks := arrays.get("sinks")) is not None:
         out = _apply_sinks(out, lse, sinks).astype(operands.query.dtype)
-    lse = lse.astype(np.float32)
-    if not call.batched:
-        out, lse = out[0], lse[0]
-    return (out, lse) if call.return_residual else out
+    return out, lse.astype(np.float32)
 
 
 def _apply_sinks(out: Array, lse: Array, sinks: Array) -> Array:

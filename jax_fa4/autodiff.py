@@ -8,7 +8,7 @@ lse as a differentiable result; and a guard that makes forward-mode differentiat
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -22,7 +22,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_fa4 import problem as spec
-from jax_fa4 import reference
+from jax_fa4 import reference, sharding
 
 _Results = tuple[Array, Array, Array | None]
 """Out (B, T, N, Dv), lse (B, T, N), and the lse's rounding (exact lse minus lse) if the implementation gives it.
@@ -98,7 +98,7 @@ def _backward(
     arrays = [out, lse, lse_rounding, dout, dlse]
     if rows is not None:
         arrays = [None if x is None else spec.permute(x, rows, 1) for x in arrays]
-    gradients = _foldable(call, one_by_one=with_bias)((_sort(operands), *arrays))
+    gradients = _foldable(call, implementation, sharding.GRADIENTS, one_by_one=with_bias)((_sort(operands), *arrays))
     scale = gradients.scale.reshape(-1, operands.scale.shape[0]).sum(0).astype(operands.scale.dtype)
     gradients = gradients._replace(scale=scale)
     if operands.query_order is None or operands.key_order is None:
@@ -156,7 +156,9 @@ def _forward(implementation: ModuleType, problem: spec.Problem, operands: spec.O
     """The results in the order of the operands' rows."""
     call = functools.partial(_call_forward, implementation, problem)
     # `reference` is differentiated by JAX itself, which a custom vmap rule would prevent.
-    results = (call if implementation is reference else _foldable(call))((_sort(operands),))
+    results = (call if implementation is reference else _foldable(call, implementation, sharding.RESULTS))(
+        (_sort(operands),)
+    )
     if operands.query_order is None:
         return results
     row = jnp.argsort(operands.query_order, axis=1)
@@ -216,48 +218,73 @@ def _sort(operands: spec.Operands) -> spec.Operands:
     )
 
 
-def _foldable(function: Callable[[Any], Any], *, one_by_one: bool = False) -> Callable[[Any], Any]:
-    """Gives a function of `(operands, *row arrays)` a vmap rule that folds the mapped axis into the batch.
+def _foldable(
+    function: Callable[[Any], Any], implementation: ModuleType, letters: Sequence[str], *, one_by_one: bool = False
+) -> Callable[[Any], Any]:
+    """Gives a function of `(operands, *row arrays)` a vmap rule, and lets it be split over devices.
 
-    Operands that are not mapped are not copied: their leading axis stays shorter than the batch (see `Operands`). What
-    sums over the batch inside, as a bias gradient does, cannot be folded and is computed one by one.
+    The mapped axis is folded into the batch. Operands that are not mapped are not copied: their leading axis stays
+    shorter than the batch (see `Operands`). What sums over the batch inside, as a bias gradient does, cannot be folded
+    and is computed one by one.
+
+    Axes are folded on each device, since an array whose batch is split has no such split of the folded axis.
     """
-    call = custom_vmap(function)
 
-    def rule(size: int, mapped: Any, arguments: Any) -> tuple[Any, Any]:
-        arguments_mapped = mapped[0]
-        if one_by_one:
-            leaves, tree = jax.tree.flatten(arguments)
-            flags = jax.tree.leaves(arguments_mapped)
+    def foldable(lead: int) -> Callable[[Any], Any]:
+        """For arrays with `lead` mapped axes first, of length 1 where an array is not mapped."""
+        call = custom_vmap(
+            lambda arguments: sharding.over_auto_axes(
+                functools.partial(_folded, lead, function), implementation, arguments, letters, lead
+            )
+        )
 
-            def one(slices: list[Array]) -> Any:
-                rest = iter(slices)
-                return call(
-                    jax.tree.unflatten(tree, [next(rest) if m else x for x, m in zip(leaves, flags, strict=True)])
-                )
+        def rule(size: int, mapped: Any, arguments: Any) -> tuple[Any, Any]:
+            del size
+            if one_by_one:
+                leaves, tree = jax.tree.flatten(arguments)
+                flags = jax.tree.leaves(mapped[0])
 
-            results = lax.map(one, [x for x, m in zip(leaves, flags, strict=True) if m])
+                def one(slices: list[Array]) -> Any:
+                    rest = iter(slices)
+                    return call(
+                        jax.tree.unflatten(tree, [next(rest) if m else x for x, m in zip(leaves, flags, strict=True)])
+                    )
+
+                results = lax.map(one, [x for x, m in zip(leaves, flags, strict=True) if m])
+            else:
+                results = foldable(lead + 1)(jax.tree.map(lambda x, m: x if m else x[None], arguments, mapped[0]))
             return results, jax.tree.map(lambda _: True, results)
 
-        operands, *rows = arguments
-        operands_mapped, *rows_mapped = arguments_mapped
-        lengths = jax.tree.leaves(jax.tree.map(lambda x, m: x.shape[int(m)], arguments, arguments_mapped))
-        batch = 0 if 0 in lengths else max(lengths)
+        call.def_vmap(rule)
+        return call
 
-        def fold(x: Array, is_mapped: bool) -> Array:
-            length, rest = x.shape[int(is_mapped)], x.shape[int(is_mapped) + 1 :]
-            x = x.reshape(size if is_mapped else 1, 1, length, *rest)
-            return jnp.broadcast_to(x, (size, batch // max(length, 1), length, *rest)).reshape(size * batch, *rest)
+    return foldable(0)
 
-        folded = (
-            jax.tree.map(lambda x, m: fold(x, m) if m else x, operands, operands_mapped),
-            *jax.tree.map(fold, rows, rows_mapped),
-        )
-        results = jax.tree.map(lambda x: x.reshape(size, batch, *x.shape[1:]), call(folded))
-        return results, jax.tree.map(lambda _: True, results)
 
-    call.def_vmap(rule)
-    return call
+def _folded(lead: int, function: Callable[[Any], Any], arguments: Any) -> Any:
+    """Calls a function with the `lead` first axes of all arrays folded into the batch, the last one first."""
+    if not lead:
+        return function(arguments)
+    operands, *rows = arguments
+
+    def longest(axis: int) -> int:
+        lengths = [x.shape[axis] for x in jax.tree.leaves(arguments)]
+        return 0 if 0 in lengths else max(lengths)
+
+    size, batch = longest(lead - 1), longest(lead)
+
+    def fold(x: Array, is_mapped: bool) -> Array:
+        outer, length, rest = x.shape[: lead - 1], x.shape[lead], x.shape[lead + 1 :]
+        x = x.reshape(*outer, size if is_mapped else 1, 1, length, *rest)
+        x = jnp.broadcast_to(x, (*outer, size, batch // max(length, 1), length, *rest))
+        return x.reshape(*outer, size * batch, *rest)
+
+    folded = (
+        jax.tree.map(lambda x: jnp.squeeze(x, lead - 1) if x.shape[lead - 1] == 1 else fold(x, True), operands),
+        *jax.tree.map(lambda x: fold(x, x.shape[lead - 1] != 1), rows),
+    )
+    results = _folded(lead - 1, function, folded)
+    return jax.tree.map(lambda x: x.reshape(*x.shape[: lead - 1], size, batch, *x.shape[lead:]), results)
 
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:

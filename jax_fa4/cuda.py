@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -30,9 +31,7 @@ from jax_fa4 import problem as spec
 CUSTOM_CALLS = ("jax_fa4_forward_v1", "jax_fa4_backward_v1")
 """Targets of the custom calls in programs for NVIDIA GPUs.
 
-`jax.export` wants to be told that they are meant:
-`disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(name) for name in CUSTOM_CALLS]`. A target's operands and
-attributes never change; others would get another name.
+A target's operands and attributes never change; others would get another name. See `export_checks`.
 """
 
 _DTYPES = ("float16", "bfloat16", "float32")
@@ -47,6 +46,26 @@ GPUS: tuple[selftest.Capability, ...] = ((8, 0), (9, 0), (10, 0), (10, 3), (12, 
 """Compute capabilities of GPUs, one of each kind for which other kernels may be chosen."""
 
 _PLATFORM = "implementation='cuda' needs an NVIDIA GPU, but this is for the platform '{platform}'."
+
+
+def export_checks() -> list[jax.export.DisabledSafetyCheck]:
+    """What allows the custom calls of this package in an exported program.
+
+    `jax.export.export(f, platforms=["cuda"], disabled_checks=jax_fa4.export_checks())` exports a program for NVIDIA
+    GPUs, also on a machine without one. The process that runs it calls `register_custom_calls` first.
+    """
+    return [jax.export.DisabledSafetyCheck.custom_call(name) for name in CUSTOM_CALLS]
+
+
+def register_custom_calls() -> None:
+    """Makes the custom calls known to this process, for a program that was exported by another one.
+
+    Calling `attention` does so too.
+
+    Raises:
+      ImportError: the package's compiled extension cannot be loaded.
+    """
+    native.register()
 
 
 def why_not(problem: spec.Problem, operands: spec.Operands, device: jax.Device | None) -> str | None:

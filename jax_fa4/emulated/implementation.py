@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, get_args
 
@@ -123,6 +124,11 @@ def backward(problem: spec.Problem, *arrays: Any, with_bias: bool) -> spec.Gradi
     """As every implementation's `backward`."""
     del with_bias
     return cuda.call_backward("jax_fa4_emulated_backward_v1", _attributes(), _on_cpu, problem, *arrays)
+
+
+def trace_context() -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """Gives back the options under which a call is traced, where a part of it is traced again later."""
+    return functools.partial(_options, _options.value)
 
 
 def _attributes() -> dict[str, Any]:
