@@ -141,7 +141,7 @@ USES = {
         attention_fn, {"mask": StructuredMask(key_value_seq_lengths=jnp.array([T, 7], jnp.int32))}, {"mask": PADDING}
     ),
 }
-QUICK = {("nnx", "causal mask"), ("nnx", "packed"), ("linen", "holes"), ("linen", "padding, causal option")}
+QUICK = {("nnx", "causal mask"), ("nnx", "packed"), ("linen", "padding, causal option")}
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,8 @@ def test_bias_and_options(fn: AttentionFn) -> None:
     check_direct({"mask": dense_masks()["lengths"], "bias": bias}, known=False, fn=fn)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(np.float16, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])
 def test_dtypes(dtype: Any) -> None:
     check_direct({"mask": dense_masks()["intervals"]}, known=False, dtype=dtype)
 
