@@ -51,6 +51,18 @@ class StructuredMask:
     key_value_segment_ids: ArrayLike | None = None
     row_bounds: tuple[ArrayLike, ArrayLike] | None = None
 
+    @property
+    def ndim(self) -> int:
+        """What Flax asks for first where it wants an array.
+
+        Raises:
+          TypeError: always.
+        """
+        raise TypeError(
+            "mask must be an array while a layer decodes with a cache, which intersects it with a mask of its own, "
+            "but got a StructuredMask."
+        )
+
     def _arguments(self, batch: tuple[int, ...]) -> dict[str, Any]:
         """Arguments of `jax_fa4.attention`, with one batch axis in place of `batch`; it refuses what is wrong."""
 
@@ -59,15 +71,16 @@ class StructuredMask:
             fits = np.ndim(x) == len(batch) + axes and lead == batch and hasattr(x, "reshape")
             return x.reshape(math.prod(batch), *x.shape[len(batch) :]) if fits and len(batch) != 1 else x
 
-        given: dict[str, Any] = {
+        bounds: Any = self.row_bounds
+        if isinstance(bounds, tuple | list):
+            bounds = tuple(flat(x, 1) for x in bounds)
+        given = {
             "query_seq_lengths": flat(self.query_seq_lengths, 0),
             "key_value_seq_lengths": flat(self.key_value_seq_lengths, 0),
             "query_segment_ids": flat(self.query_segment_ids, 1),
             "key_value_segment_ids": flat(self.key_value_segment_ids, 1),
-            "row_bounds": self.row_bounds,
+            "row_bounds": bounds,
         }
-        if isinstance(self.row_bounds, tuple | list):
-            given["row_bounds"] = tuple(flat(x, 1) for x in self.row_bounds)
         return {name: x for name, x in given.items() if x is not None}
 
 

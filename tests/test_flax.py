@@ -373,6 +373,19 @@ def test_decode_hides_what_the_user_hides() -> None:
         np.testing.assert_allclose(got, exact(q, k, v, mask=seen), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("api", ["nnx", "linen"])
+def test_decode_wants_arrays(api: str) -> None:
+    x, mask = inputs(), StructuredMask(key_value_seq_lengths=np.array([1, 1], np.int32))
+    if api == "nnx":
+        step = nnx.MultiHeadAttention(N, F, attention_fn=attention_fn, decode=True, rngs=nnx.Rngs(1))
+        step.init_cache(x.shape)
+    else:
+        layer = linen.MultiHeadDotProductAttention(N, attention_fn=attention_fn, decode=True)
+        step = functools.partial(layer.apply, layer.init(jax.random.key(1), x), mutable=["cache"])
+    with pytest.raises(TypeError, match="mask must be an array while a layer decodes with a cache"):
+        step(x[:, :1], mask=mask)
+
+
 # What is handed to `jax_fa4.attention`
 
 
