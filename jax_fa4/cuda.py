@@ -39,13 +39,16 @@ _MOST_WIDTH = 256
 # D and Dv by which every kernel is reached: those that kernels are compiled for, and three that the copy engine does
 # not take.
 _WIDTHS = ((64, 64), (128, 128), (256, 256), (96, 96), (192, 128), (60, 60), (124, 124), (252, 252))
-_OLDEST = (8, 0)
+OLDEST = (8, 0)
 KERNELS = ("sm80_forward", "sm80_backward")
 """The files of the plain kernels, which serve every call that any kernel serves."""
 GPUS: tuple[selftest.Capability, ...] = ((8, 0), (9, 0), (10, 0), (10, 3), (12, 0))
 """Compute capabilities of GPUs, one of each kind for which other kernels may be chosen."""
 
-_PLATFORM = "implementation='cuda' needs an NVIDIA GPU, but this is for the platform '{platform}'."
+PLATFORM = "implementation='{name}' needs {needs}, but this is for the platform '{platform}'."
+"""What implementations say of a platform that they are not for."""
+_NEEDS = "an NVIDIA GPU"
+_PLATFORM = PLATFORM.format(name="cuda", needs=_NEEDS, platform="{platform}")
 
 
 def export_checks() -> list[jax.export.DisabledSafetyCheck]:
@@ -80,19 +83,19 @@ def unsupported_on(problem: spec.Problem, operands: spec.Operands, device: jax.D
     """As `why_not`, apart from the self-test."""
     if device is None:
         return unsupported("cuda", operands)
-    reason = why_not_gpu(device) or unsupported("cuda", operands)
+    reason = why_not_gpu("cuda", device) or unsupported("cuda", operands)
     return reason or _without_kernels(problem, operands, selftest.capability(device))
 
 
-def why_not_gpu(device: jax.Device) -> str | None:
-    """Why there are no kernels for a device, or None."""
+def why_not_gpu(name: str, device: jax.Device, needs: str = _NEEDS) -> str | None:
+    """Why implementation `name`, which needs such devices, has no kernels for one that is no CPU; None if it may."""
     if device.platform != "gpu":
-        return _PLATFORM.format(platform=device.platform)
+        return PLATFORM.format(name=name, needs=needs, platform=device.platform)
     capability = str(getattr(device, "compute_capability", ""))
     if not capability.replace(".", "").isdigit():  # another maker's GPU
-        return f"implementation='cuda' needs an NVIDIA GPU, but this is {device.device_kind}."
-    if selftest.capability(device) < _OLDEST:
-        return f"implementation='cuda' needs a GPU of compute capability 8.0 or newer, but this has {capability}."
+        return f"implementation='{name}' needs {needs}, but this is {device.device_kind}."
+    if selftest.capability(device) < OLDEST:
+        return f"implementation='{name}' needs a GPU of compute capability 8.0 or newer, but this has {capability}."
     return None
 
 
@@ -171,6 +174,11 @@ def fault(name: Pass, problem: spec.Problem, operands: spec.Operands, device: ja
 
 def unsupported(name: str, operands: spec.Operands) -> str | None:
     """Why the kernels do not support a problem anywhere, as a sentence about implementation `name`; None if they do."""
+    return unsupported_operands(name, operands) or native.why_not()
+
+
+def unsupported_operands(name: str, operands: spec.Operands) -> str | None:
+    """Why no kernels of this package support such operands, those of Pallas neither; None if some do."""
     dtype = operands.query.dtype.name
     widths = operands.query.shape[-1], operands.value.shape[-1]
     if dtype not in _DTYPES:
@@ -185,7 +193,7 @@ def unsupported(name: str, operands: spec.Operands) -> str | None:
                 f"implementation='{name}' does not support {argument}; causality, windows, lengths, segment ids and "
                 "row_bounds are supported without it."
             )
-    return native.why_not()
+    return None
 
 
 Pass = Literal["forward", "backward"]
@@ -194,7 +202,11 @@ Place = Callable[[Callable[..., Any], Any], Any]
 
 
 def _on_gpu(call: Callable[..., Any], arrays: Any) -> Any:
-    return lax.platform_dependent(*arrays, cuda=call, default=refusal(call, _PLATFORM))
+    return lax.platform_dependent(
+        *arrays,
+        cuda=call,
+        default=refusal(call, _PLATFORM),
+    )
 
 
 def in_cuda_branch(call: Callable[..., Any], arrays: Any) -> Any:

@@ -186,7 +186,7 @@ def _print_self_tests() -> Iterator[str]:
     """Tests the kernels that have not been seen on GPUs like those here; yields problems."""
     if native.why_not() is not None:
         return
-    gpus = [device for device in jax.local_devices() if cuda.why_not_gpu(device) is None]
+    gpus = [device for device in jax.local_devices() if cuda.why_not_gpu("cuda", device) is None]
     for device in {selftest.capability(device): device for device in gpus}.values():
         unseen = cuda.unseen_kernels(device)
         if not unseen:

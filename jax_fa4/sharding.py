@@ -232,8 +232,7 @@ class _Plan:
     @contextlib.contextmanager
     def traced_again(self) -> Iterator[None]:
         """Whatever holds around the compilation, tracing is what it was around the call."""
-        no_mesh = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
-        with self.again(), jax.enable_x64(self.x64), jax.default_matmul_precision(self.precision), no_mesh:
+        with self.again(), jax.enable_x64(self.x64), jax.default_matmul_precision(self.precision), _without_mesh():
             yield
 
     def shapes(self, arguments: Sequence[Any], results: Any) -> list[tuple[str, Any]]:
@@ -251,9 +250,16 @@ def _bind(call: Callable[..., Any], arrays: Sequence[Array]) -> Any:
     get along. All operands vary alike there, and so do all results.
     """
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+    with _without_mesh():
         jaxpr, results = jax.make_jaxpr(call, return_shape=True)(*structs)
     return jax.tree.unflatten(jax.tree.structure(results), _call_p.bind(*arrays, jaxpr=jaxpr))
+
+
+def _without_mesh() -> Any:
+    """A context without a mesh. If the present one names a device to lower for that is not here, so does it."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    mesh = AbstractMesh((), ()) if device is None else AbstractMesh((), (), abstract_device=device)
+    return jax.sharding.use_abstract_mesh(mesh)
 
 
 def _types(first: Any, *_: Any, jaxpr: Any) -> list[Any]:

@@ -40,47 +40,19 @@ except ImportError as error:  # a release of JAX without the backend
 else:
     _missing = None
 
-_DTYPES = ("float16", "bfloat16", "float32")
-_MOST_WIDTH = 256
-_OLDEST = (8, 0)
 _LEAST = (8, 6)  # of those from there on, one with the least shared memory
-_PLATFORM = "implementation='pallas' needs an NVIDIA GPU or a CPU, but this is for the platform '{platform}'."
+_NEEDS = "an NVIDIA GPU or a CPU"
 
 
 def why_not(problem: spec.Problem, operands: spec.Operands, device: jax.Device | None) -> str | None:
     """Why the kernels do not support a problem, or the device (None: whatever it is lowered for); None if they do."""
-    dtype = operands.query.dtype.name
-    widths = operands.query.shape[-1], operands.value.shape[-1]
     if _missing is not None:
         return _missing
-    if device is not None and (reason := _why_not_device(device)) is not None:
-        return reason
-    if dtype not in _DTYPES:
-        return f"implementation='pallas' supports the dtypes {', '.join(_DTYPES)}, but got {dtype}."
-    if max(widths) > _MOST_WIDTH:
-        return (
-            f"implementation='pallas' supports head widths up to {_MOST_WIDTH}, but got D={widths[0]}, Dv={widths[1]}."
-        )
-    for argument in ("bias", "mask"):
-        if getattr(operands, argument) is not None:
-            return (
-                f"implementation='pallas' does not support {argument}; causality, windows, lengths, segment ids and "
-                "row_bounds are supported without it."
-            )
-    return None
-
-
-def _why_not_device(device: jax.Device) -> str | None:
-    if device.platform == "cpu":
-        return None
-    if device.platform != "gpu":
-        return _PLATFORM.format(platform=device.platform)
-    capability = str(getattr(device, "compute_capability", ""))
-    if not capability.replace(".", "").isdigit():  # another maker's GPU
-        return f"implementation='pallas' needs an NVIDIA GPU or a CPU, but this is {device.device_kind}."
-    if selftest.capability(device) < _OLDEST:
-        return f"implementation='pallas' needs a GPU of compute capability 8.0 or newer, but this has {capability}."
-    return None
+    if device is not None and device.platform != "cpu":
+        reason = cuda.why_not_gpu("pallas", device, _NEEDS)
+        if reason is not None:
+            return reason
+    return cuda.unsupported_operands("pallas", operands)
 
 
 def forward(
@@ -140,7 +112,7 @@ def _lower(interpret: bool | None, context: Any, *arrays: Any, run: Any, types: 
 
     if interpret is None and not in_cuda_branch:
         platforms = context.platforms or context.module_context.platforms
-        raise NotImplementedError(_PLATFORM.format(platform=", ".join(platforms)))
+        raise NotImplementedError(cuda.PLATFORM.format(name="pallas", needs=_NEEDS, platform=", ".join(platforms)))
     local = [[jax.core.ShapedArray(x.shape, x.dtype) for x in avals] for avals in (context.avals_in, types)]
     context = context.replace(avals_in=local[0], avals_out=local[1])
     traced = unused if interpret is None else functools.partial(run, interpret)
