@@ -208,7 +208,9 @@ def test_main_writes_figures_plot_and_checkpoint(tmp_path, monkeypatch, capsys):
     assert (config.steps, config.seed) == (2, 3)
 
 
-@pytest.mark.parametrize(("name", "largest"), [("forward", 0.04), ("backward", 0.15)])
+@pytest.mark.parametrize(
+    ("name", "largest"), [("forward", 0.04), pytest.param("backward", 0.15, marks=pytest.mark.slow)]
+)
 def test_blackwell_main_is_right_and_draws(name, largest, tmp_path, monkeypatch, capsys):
     out = tmp_path / "new" / "run"
     flags = ["--backward"] if name == "backward" else []

@@ -264,12 +264,13 @@ def test_implementations(layout: str, implementation: str) -> None:
 
 
 @needs_devices
+@pytest.mark.slow
 def test_float64() -> None:
     check("zigzag", random_call({"is_causal": True, "left": 60, "right": None}, dtype="float64"))
 
 
 @needs_devices
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", *marked(pytest.mark.slow, "striped")])
+@pytest.mark.parametrize("layout", ["zigzag", *marked(pytest.mark.slow, "contiguous", "striped")])
 def test_rows_that_see_nothing_and_unseen_nans(layout: str) -> None:
     """Rows that see nothing at some steps, or at all; what nobody sees is NaN, also on devices where all is."""
     lengths = {"query_seq_lengths": [50, 17], "key_value_seq_lengths": [70, 0]}
@@ -325,6 +326,7 @@ def test_one_device() -> None:
 
 
 @needs_devices
+@pytest.mark.slow
 def test_unbatched() -> None:
     arguments = {name: x[0] if name != "scale" else x for name, x in random_call().items()}
     axis = {"axis": 0, "layout": "striped", "devices": DEVICES}
@@ -364,6 +366,7 @@ def test_beside_batch_and_heads_on_other_axes(axis_type: str) -> None:
 
 
 @needs_devices
+@pytest.mark.slow
 def test_ring_over_two_mesh_axes() -> None:
     mesh = jax.make_mesh((DEVICES // 2, 2), ("a", "b"), (AxisType.Auto,) * 2, devices=jax.devices()[:DEVICES])
     arguments = random_call({"is_causal": True})

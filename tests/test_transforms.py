@@ -657,6 +657,7 @@ class TestDevices:
         placed = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in arrays.items()}
         assert_close(jitted(results, implementation, FLOATS)(placed), want)
 
+    @pytest.mark.slow
     def test_on_four_devices(self) -> None:
         """The test above in a process whose CPU is four devices; the kernels are emulated there."""
         name = f"{Path(__file__)}::{type(self).__name__}::test_shard_map_and_sharded_operands"
@@ -744,24 +745,3 @@ class TestContexts:
         want = function(q)
         with jax.disable_jit():
             assert_close(function(q), want)
-
-
-@implementations(kernels=False)
-@pytest.mark.parametrize("library", ["nnx", "linen"])
-def test_flax(implementation: str, library: str) -> None:
-    """A module's `attention_fn` of one line gives what Flax's own attention gives."""
-
-    def attend(query: Array, key: Array, value: Array, mask: Array | None = None, **_: Any) -> Array:
-        return attention(query, key, value, mask=mask, implementation=implementation)
-
-    x, mask = operands(implementation)["query"][:, :, 0], jnp.tril(jnp.ones((B, 1, T, T), bool))
-    if library == "nnx":
-        nnx = pytest.importorskip("flax.nnx")
-        make = lambda **kw: nnx.MultiHeadAttention(2, D, decode=False, rngs=nnx.Rngs(0), **kw)  # noqa: E731
-        assert_close(make(attention_fn=attend)(x, mask=mask), make()(x, mask=mask))
-    else:
-        linen = pytest.importorskip("flax.linen")
-        variables = linen.MultiHeadDotProductAttention(2).init(jax.random.key(0), x)
-        apply = lambda **kw: linen.MultiHeadDotProductAttention(2, **kw).apply(variables, x, mask=mask)  # noqa: E731
-        named = lambda query, key, value, mask=None: attend(query, key, value, mask)  # noqa: E731
-        assert_close(apply(attention_fn=named), apply())
