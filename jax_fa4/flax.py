@@ -24,7 +24,7 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_fa4.attention import attention, why_not
+from jax_fa4.attention import _as_array, attention, why_not
 
 _ArrayOrStruct = ArrayLike | jax.ShapeDtypeStruct
 
@@ -67,9 +67,15 @@ class StructuredMask:
         """Arguments of `jax_fa4.attention`, with one batch axis in place of `batch`; it refuses what is wrong."""
 
         def flat(name: str, x: Any, axes: int) -> Any:
-            lead = np.shape(x)[: np.ndim(x) - axes]
-            fits = np.ndim(x) == len(batch) + axes and lead == batch and hasattr(x, "reshape")
-            return _folded(name, x, batch) if fits and len(batch) != 1 else x
+            if x is None or len(batch) == 1:
+                return x
+            array = _as_array(name, x)
+            if array.ndim != len(batch) + axes or array.shape[: len(batch)] != batch:
+                raise ValueError(
+                    f"{name}'s shape must be (batch...{', length' * axes}), with the batch axes of query, {batch}, "
+                    f"but got {array.shape}."
+                )
+            return _folded(name, array, batch)
 
         bounds: Any = self.row_bounds
         if isinstance(bounds, tuple | list):

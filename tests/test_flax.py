@@ -524,6 +524,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"mask": StructuredMask(row_bounds=(np.zeros((2, 9)), np.zeros((2, 9))))},
         "dtype must be int32, but got float32",
     ),
+    "lengths of folded batch axes": (
+        {name: x[None] for name, x in operands().items()}
+        | {"mask": StructuredMask(key_value_seq_lengths=np.zeros((2,), np.int32))},
+        r"key_value_seq_lengths's shape must be \(batch...\), .* \(1, 2\), but got \(2,\)",
+    ),
+    "bounds of folded batch axes": (
+        {name: x[None] for name, x in operands().items()}
+        | {"mask": StructuredMask(row_bounds=(np.zeros((2, 9), np.int32),) * 2)},
+        r"row_bounds's shape must be \(batch..., length\), .* \(1, 2\), but got \(2, 9\)",
+    ),
     "bounds alone": ({"mask": StructuredMask(row_bounds=np.zeros((2, 9)))}, "row_bounds must be a pair"),
 }
 
