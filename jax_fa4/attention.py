@@ -504,7 +504,7 @@ def _scale(scale: Any) -> Array | None:
     real = jnp.issubdtype(array.dtype, np.floating) or jnp.issubdtype(array.dtype, np.integer)
     if array.size != 1 or array.ndim > 1 or not real:
         raise ValueError(f"scale must be a real number or scalar array, but got {array.dtype} of shape {array.shape}.")
-    return array
+    return array.reshape(())
 
 
 def _softcap(softcap: Any, dtype: np.dtype) -> float | None:

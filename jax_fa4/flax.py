@@ -24,7 +24,7 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_fa4.attention import attention, why_not
+from jax_fa4.attention import _as_array, attention, why_not
 
 _ArrayOrStruct = ArrayLike | jax.ShapeDtypeStruct
 
@@ -66,19 +66,25 @@ class StructuredMask:
     def _arguments(self, batch: tuple[int, ...]) -> dict[str, Any]:
         """Arguments of `jax_fa4.attention`, with one batch axis in place of `batch`; it refuses what is wrong."""
 
-        def flat(x: Any, axes: int) -> Any:
-            lead = np.shape(x)[: np.ndim(x) - axes]
-            fits = np.ndim(x) == len(batch) + axes and lead == batch and hasattr(x, "reshape")
-            return x.reshape(math.prod(batch), *x.shape[len(batch) :]) if fits and len(batch) != 1 else x
+        def flat(name: str, x: Any, axes: int) -> Any:
+            if x is None or len(batch) == 1:
+                return x
+            array = _as_array(name, x)
+            if array.ndim != len(batch) + axes or array.shape[: len(batch)] != batch:
+                raise ValueError(
+                    f"{name}'s shape must be (batch...{', length' * axes}), with the batch axes of query, {batch}, "
+                    f"but got {array.shape}."
+                )
+            return _folded(name, array, batch)
 
         bounds: Any = self.row_bounds
         if isinstance(bounds, tuple | list):
-            bounds = tuple(flat(x, 1) for x in bounds)
+            bounds = tuple(flat("row_bounds", x, 1) for x in bounds)
+        lengths = ("query_seq_lengths", "key_value_seq_lengths")
+        ids = ("query_segment_ids", "key_value_segment_ids")
         given = {
-            "query_seq_lengths": flat(self.query_seq_lengths, 0),
-            "key_value_seq_lengths": flat(self.key_value_seq_lengths, 0),
-            "query_segment_ids": flat(self.query_segment_ids, 1),
-            "key_value_segment_ids": flat(self.key_value_segment_ids, 1),
+            **{name: flat(name, getattr(self, name), 0) for name in lengths},
+            **{name: flat(name, getattr(self, name), 1) for name in ids},
             "row_bounds": bounds,
         }
         return {name: x for name, x in given.items() if x is not None}
@@ -290,8 +296,8 @@ class AttentionFn:
                     f"but got {x.shape}."
                 )
         rows, keys = query.shape[-3], key.shape[-3]
-        four = lambda x: x if x.ndim == 4 else x.reshape(math.prod(batch), *x.shape[-3:])  # noqa: E731
-        arguments: dict[str, Any] = {"query": four(query), "key": four(key), "value": four(value)}
+        arguments: dict[str, Any] = {"query": query, "key": key, "value": value}
+        arguments = {name: _folded(name, x, batch) for name, x in arguments.items()}
         sizes = (*batch, query.shape[-2], rows, keys)
         if bias is not None:
             arguments["bias"] = _with_one_batch_axis("bias", bias, sizes)
@@ -415,7 +421,23 @@ def _with_one_batch_axis(name: str, x: Any, sizes: tuple[int, ...]) -> Any:
     if all(length == 1 for length in shape[:-3]):
         return x.reshape(1, *shape[-3:])
     xp: Any = np if isinstance(x, np.ndarray) else jnp
-    return xp.broadcast_to(x, (*batch, *shape[-3:])).reshape(math.prod(batch), *shape[-3:])
+    return _folded(name, xp.broadcast_to(x, (*batch, *shape[-3:])), batch)
+
+
+def _folded(name: str, x: Any, batch: tuple[int, ...]) -> Any:
+    """An array (batch..., ...) with one batch axis; raises ValueError where its sharding is none of such an array."""
+    if len(batch) == 1:
+        return x
+    if isinstance(x, Array):
+        sharding = jax.typeof(x).sharding
+        here = sharding.shard_shape(x.shape)
+        if any(here[i] < length and max(here[:i], default=1) > 1 for i, length in enumerate(batch)):
+            raise ValueError(
+                f"{name}'s batch axes, {batch}, become one, and one that is sharded must be the first or follow axes "
+                f"of which a device has one place, but the sharding is {sharding.spec}: jax.sharding.reshard it, or "
+                "jax.vmap the layer over the axes before."
+            )
+    return x.reshape(math.prod(batch), *x.shape[len(batch) :])
 
 
 def _hull(xp: Any, mask: Any) -> tuple[Any, Any, Any]:

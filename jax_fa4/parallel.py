@@ -108,7 +108,8 @@ def ring_attention(
       lse, float32 (B, T, N) or (T, N).
 
     Raises:
-      ValueError, TypeError: an argument has a wrong shape, dtype, value or type, or `axis_name` is not bound here.
+      ValueError, TypeError: an argument has a wrong shape, dtype, value or type, `axis_name` is not bound here, or an
+        array is sharded over Explicit mesh axes that the `jax.shard_map` leaves out.
       NotImplementedError: a bias or mask is given, or the implementation does not support the call.
     """
     arguments = dict(locals())
@@ -121,6 +122,7 @@ def ring_attention(
     layout, axis_name = arguments.pop("layout"), arguments.pop("axis_name")
     devices = _devices(axis_name)
     call, arrays = _check(**arguments)
+    _check_shardings(arrays)
     _check_layout(layout, devices, {name: arrays[name].shape[1] * devices for name in ("query", "key")})
     if isinstance(query_offset, str):  # it is "end", and what was checked are shards
         call = dataclasses.replace(call, offset=(call.offset or 0) * devices)
@@ -140,6 +142,7 @@ def to_layout(x: ArrayLike, layout: Layout, devices: int, *, axis: int = 1) -> A
 
     Raises:
       ValueError: there is no such layout or axis, or the length cannot be cut so.
+      TypeError: `axis` or `devices` is no int.
     """
     x, axis = _checked_axis(x, layout, devices, axis)
     if layout == "striped":
@@ -172,6 +175,9 @@ def _reshaped(x: Array, axis: int, sizes: tuple[int, int], *, swap: bool = False
 
 def _checked_axis(x: ArrayLike, layout: Layout, devices: int, axis: int) -> tuple[Array, int]:
     x = jnp.asarray(x)
+    for name, number in (("axis", axis), ("devices", devices)):
+        if not isinstance(number, int | np.integer):
+            raise TypeError(f"{name} must be an int, but got {number!r}.")
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"axis must be one of the {x.ndim} axes of x, but got {axis} for shape {x.shape}.")
     if devices < 1:
@@ -195,14 +201,31 @@ def _check_layout(layout: Any, devices: int, lengths: dict[str, int]) -> None:
 
 
 def _devices(axis_name: Any) -> int:
-    """The number of devices along a mesh axis."""
+    """The number of devices along a mesh axis, or along several."""
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     try:
-        return int(lax.axis_size(axis_name))
+        repeated = len(set(names)) < len(names)
+        devices = int(lax.axis_size(axis_name))
     except (NameError, TypeError) as error:
         raise ValueError(
-            "axis_name must be a mesh axis of a jax.shard_map around the call, but got "
+            "axis_name must be a mesh axis of a jax.shard_map around the call, or a tuple of several, but got "
             f"{axis_name!r}, which is not bound here."
         ) from error
+    if repeated:
+        raise ValueError(f"axis_name must not name a mesh axis twice, but got {axis_name!r}.")
+    return devices
+
+
+def _check_shardings(arrays: dict[str, Any]) -> None:
+    """Raises ValueError where a shard is sharded once more, over Explicit axes that the `jax.shard_map` leaves out."""
+    for name, array in arrays.items():
+        for x in jax.tree.leaves(array):
+            sharding = jax.typeof(x).sharding.spec
+            if any(axes is not None for axes in sharding):
+                raise ValueError(
+                    f"{name} must not be sharded over Explicit mesh axes inside of the jax.shard_map, but its sharding "
+                    f"there is {sharding}: let the jax.shard_map be over these axes, too."
+                )
 
 
 def _positions(layout: Layout, devices: int, index: Array, length: int) -> Array:

@@ -22,6 +22,8 @@ import oracle
 import pytest
 from flax import linen, nnx
 from jax import Array, lax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_fa4
 import jax_fa4.flax
@@ -522,6 +524,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"mask": StructuredMask(row_bounds=(np.zeros((2, 9)), np.zeros((2, 9))))},
         "dtype must be int32, but got float32",
     ),
+    "lengths of folded batch axes": (
+        {name: x[None] for name, x in operands().items()}
+        | {"mask": StructuredMask(key_value_seq_lengths=np.zeros((2,), np.int32))},
+        r"key_value_seq_lengths's shape must be \(batch...\), .* \(1, 2\), but got \(2,\)",
+    ),
+    "bounds of folded batch axes": (
+        {name: x[None] for name, x in operands().items()}
+        | {"mask": StructuredMask(row_bounds=(np.zeros((2, 9), np.int32),) * 2)},
+        r"row_bounds's shape must be \(batch..., length\), .* \(1, 2\), but got \(2, 9\)",
+    ),
     "bounds alone": ({"mask": StructuredMask(row_bounds=np.zeros((2, 9)))}, "row_bounds must be a pair"),
 }
 
@@ -548,6 +560,36 @@ def test_what_asks_for_nothing_is_taken() -> None:
     ):
         assert attention_fn.why_not(None, **x, **arguments) is None
         np.testing.assert_array_equal(attention_fn(**x, **arguments), want)
+
+
+@pytest.mark.parametrize(
+    ("batch", "axes", "fits"),
+    [
+        ((4, 2), ("b", None), True),
+        ((1, 4), (None, "b"), True),
+        ((2, 4), ("b", "h"), True),  # of the first axis a device has one place
+        ((4, 2), ("b", "h"), False),
+        ((2, 4), (None, "b"), False),
+    ],
+)
+def test_batch_axes_that_are_sharded(batch: tuple[int, ...], axes: tuple[str | None, ...], fits: bool) -> None:
+    mesh = AbstractMesh((2, 2), ("b", "h"), axis_types=(AxisType.Explicit,) * 2)
+
+    def struct(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((*batch, *shape), np.int32, sharding=NamedSharding(mesh, P(*axes)))
+
+    x = struct(4, 2, 8)
+    whole = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P()))
+    lengths = StructuredMask(key_value_seq_lengths=struct())
+    calls = {"query": (x, None), "mask": (whole, struct(1, 1, 4)), "key_value_seq_lengths": (whole, lengths)}
+    with jax.sharding.use_abstract_mesh(mesh):
+        for name, (query, mask) in calls.items():
+            attend = lambda query, mask: attention_fn(query, query, query, mask=mask)  # noqa: E731
+            if fits:
+                assert jax.eval_shape(attend, query, mask).shape == x.shape
+                continue
+            with pytest.raises(ValueError, match=f"{name}'s batch axes, {re.escape(str(batch))}.*sharding is P"):
+                jax.eval_shape(attend, query, mask)
 
 
 def test_dtypes_promote_as_in_flax() -> None:

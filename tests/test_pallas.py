@@ -209,6 +209,15 @@ def test_under_remat_and_the_same_every_time() -> None:
         jax.tree.map(np.testing.assert_array_equal, again, first)
 
 
+def test_where_jit_is_disabled() -> None:
+    rng = np.random.default_rng(7)
+    arguments = operands(Sizes(batch=1, rows=3, keys=5, heads=2, kv_heads=1, width=8, value_width=16), "float32", rng)
+    dout, dlse = (rng.standard_normal(shape, np.float32) for shape in ((1, 3, 2, 16), (1, 3, 2)))
+    with jax.disable_jit():
+        got = run("pallas", arguments, dout, dlse)
+    oracle.check(got, oracle.expect(arguments, dout, dlse))
+
+
 def test_second_derivative() -> None:
     x = jnp.asarray(operands(Sizes(1, 6, 6, 1, 1, 4, 4), "float32", np.random.default_rng(5))["query"])
 

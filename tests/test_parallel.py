@@ -626,6 +626,8 @@ BAD: dict[str, tuple[type[Exception], dict[str, Any], str]] = {
     "layout": (ValueError, {"layout": "zig-zag"}, "'contiguous', 'zigzag', 'striped'.*'zig-zag'"),
     "axis": (ValueError, {"axis_name": "context"}, "axis_name.*'context'"),
     "no axis": (ValueError, {"axis_name": None}, "axis_name.*None"),
+    "list of axes": (ValueError, {"axis_name": ["ring"]}, r"axis_name.*tuple.*\['ring'\]"),
+    "axis twice": (ValueError, {"axis_name": ("ring", "ring")}, r"axis_name.*twice.*\('ring', 'ring'\)"),
     "length": (
         ValueError,
         {name: np.zeros((2, 7, 2, 4), np.float32) for name in GOOD} | {"layout": "zigzag"},
@@ -671,6 +673,30 @@ def test_bad_layouts(function: Callable[..., Array]) -> None:
     ):
         with pytest.raises(ValueError, match=words):
             function(x, **options)
+    for name, wrong in (("devices", 2.0), ("devices", None), ("axis", None)):
+        with pytest.raises(TypeError, match=f"{name} must be an int, but got {wrong}"):
+            function(x, **{"layout": "striped", "devices": 2, name: wrong})
+
+
+@pytest.mark.parametrize("heads", [None, "heads"])
+def test_shards_that_are_sharded_over_explicit_axes(heads: str | None) -> None:
+    mesh = jax.sharding.AbstractMesh((2, 2), ("ring", "heads"), axis_types=(AxisType.Explicit,) * 2)
+    spec = P(None, "ring", heads)
+    shards = jax.ShapeDtypeStruct((2, 8, 2, 4), np.float32, sharding=NamedSharding(mesh, spec))
+    ring = jax.shard_map(
+        lambda x: ring_attention(x, x, x, axis_name="ring", implementation="tiled"),
+        mesh=mesh,
+        in_specs=BY_SECOND_AXIS,
+        out_specs=BY_SECOND_AXIS,
+        axis_names={"ring"},
+    )
+    with jax.sharding.use_abstract_mesh(mesh):
+        if heads is None:
+            gradient = jax.eval_shape(jax.grad(lambda x: ring(x).sum()), shards)
+            assert gradient.sharding.spec == P(None, "ring", None, None)
+            return
+        with pytest.raises(ValueError, match=r"query must not be sharded over Explicit .*None, 'heads', None"):
+            jax.eval_shape(ring, shards)
 
 
 # The example

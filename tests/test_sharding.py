@@ -20,7 +20,7 @@ import numpy as np
 import oracle
 import pytest
 from jax import Array, lax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_fa4 import CHECKPOINT_NAMES, CUSTOM_CALLS, attention, autodiff, dispatch, emulated, problem, tiled
@@ -298,6 +298,38 @@ def test_explicit_shardings_that_contradict_each_other(specs: dict[str, P], sent
     q, k, v = (jax.device_put(arguments[name], NamedSharding(mesh, specs[name])) for name in HEADS)
     with pytest.raises(ValueError, match=sentence):
         attention(q, k, v)
+
+
+def test_scale_of_one_element_over_explicit_axes() -> None:
+    mesh = AbstractMesh((2,), ("b",), axis_types=(AxisType.Explicit,))
+    whole, cut = (NamedSharding(mesh, spec) for spec in (P(), P("b")))
+    x = jax.ShapeDtypeStruct((B, T, 2, D), np.float32, sharding=cut)
+    scale = jax.ShapeDtypeStruct((1,), np.float32, sharding=whole)
+    with jax.sharding.use_abstract_mesh(mesh):
+        gradient = jax.grad(lambda x, scale: attention(x, x, x, scale=scale, implementation="tiled").sum(), (0, 1))
+        found = jax.eval_shape(gradient, x, scale)
+    assert [(y.shape, y.sharding.spec) for y in found] == [(x.shape, P("b", None, None, None)), ((1,), P(None))]
+
+
+@pytest.mark.parametrize("implementation", ["tiled", "pallas", "reference"])
+@pytest.mark.parametrize("zero", ["batch", "rows", "keys", "width"])
+def test_nothing_to_compute_in_shard_map(zero: str, implementation: str) -> None:
+    """Results and gradients of empty calls vary over the axes of the mesh, as others do."""
+    mesh = AbstractMesh((2,), ("b",), axis_types=(AxisType.Auto,))
+    batch, rows, keys, width = (0 if name == zero else 2 for name in ("batch", "rows", "keys", "width"))
+    query, key, value = (
+        jax.ShapeDtypeStruct((batch, *shape), np.float32)
+        for shape in ((rows, 2, width), (keys, 1, width), (keys, 1, D))
+    )
+
+    def region(*arrays: Array) -> tuple[Array, ...]:
+        out, pull = jax.vjp(lambda *x: attention(*x, is_causal=True, implementation=implementation), *arrays)
+        found = out, *pull(out)
+        assert all(jax.typeof(x).mat.varying == {"b"} for x in found)
+        return found
+
+    results = jax.eval_shape(jax.shard_map(region, mesh=mesh, in_specs=P("b"), out_specs=P("b")), query, key, value)
+    assert [x.shape for x in results] == [(batch, rows, 2, D), query.shape, key.shape, value.shape]
 
 
 @sharded

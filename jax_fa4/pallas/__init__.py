@@ -119,10 +119,17 @@ def _lower(interpret: bool | None, context: Any, *arrays: Any, run: Any, types: 
     return mlir.lower_fun(traced, multiple_results=True)(context, *arrays)
 
 
+def _run_at_once(*arrays: Array, **parameters: Any) -> list[Array]:
+    """Runs a pass where jit is disabled: compiled all the same, as Pallas interprets nothing one by one."""
+    with jax.disable_jit(False):
+        results: list[Array] = jax.jit(functools.partial(_pass_p.bind, **parameters))(*arrays)
+    return results
+
+
 _pass_p = Primitive("jax_fa4_pallas")
 _pass_p.multiple_results = True
 _pass_p.def_abstract_eval(lambda *_, types, **__: list(types))
-_pass_p.def_impl(lambda *arrays, run, **_: run(jax.default_backend() == "cpu", *arrays))  # where jit is disabled
+_pass_p.def_impl(_run_at_once)
 for _platform, _interpret in (("cpu", True), ("cuda", False), (None, None)):
     mlir.register_lowering(_pass_p, functools.partial(_lower, _interpret), platform=_platform)
 
