@@ -44,7 +44,7 @@ MASKS: Levels = {
     "sinks": (None, "some"),
 }
 # Of different widths and masks.
-QUICK_CASES = ("bert_base", "vit_large", "deepseek_v3", "gpt_oss_20b_global")
+QUICK_CASES = ("bert_base", "vit_large", "gpt_oss_20b_global")
 # Of others, these repeat most.
 REPEATED = ("llama3_70b", "qwen3_30b_a3b", "gemma2_9b_global", "gemma3_27b_local")
 

@@ -261,6 +261,7 @@ def test_blackwell_timeline():
         assert not any(start < wait.end and wait.start < end for wait in waits for start, end in busy)
 
 
+@pytest.mark.slow
 def test_blackwell_timeline_of_the_backward():
     """The first CTA has the first keys, which some row of all four blocks sees, for both heads of the group."""
     with jax.default_device(jax.devices("cpu")[0]):

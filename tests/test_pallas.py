@@ -15,7 +15,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import CASES, Case, Sizes, draw, operands
-from suite import GPU_TRUNCATES, MASKS, AttentionSuite, label, pairwise, run
+from suite import GPU_TRUNCATES, MASKS, AttentionSuite, label, marked, pairwise, run
 
 from jax_fa4 import attention, cuda, why_not
 from jax_fa4.attention import passes
@@ -56,6 +56,10 @@ class TestPallas(AttentionSuite):
     @pytest.mark.slow
     def test_unbatched(self) -> None:
         super().test_unbatched()
+
+    @pytest.mark.parametrize("dtype", ["float16", *marked(pytest.mark.slow, "bfloat16", "float32", "float64")])
+    def test_dtype(self, dtype: str) -> None:
+        super().test_dtype(dtype)
 
 
 def test_the_worked_exercise() -> None:

@@ -340,7 +340,7 @@ def test_unbatched() -> None:
 
 
 @needs_devices
-@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+@pytest.mark.parametrize("axis_type", ["Explicit", *marked(pytest.mark.slow, "Auto")])
 def test_beside_batch_and_heads_on_other_axes(axis_type: str) -> None:
     """Data x context x heads in one shard_map; the scale, which all share, gets the sum of its gradients."""
     if len(jax.devices()) < 8:
@@ -400,6 +400,7 @@ def _causal(*arrays: Array, **options: Any) -> Any:
 
 
 @needs_devices
+@pytest.mark.slow
 def test_vmap() -> None:
     """Over an axis of the queries, with keys that all share, and of a gradient."""
     q, k, v = (random_call(sizes=SIZES._replace(batch=1))[name] for name in FLOATS[:3])
@@ -449,6 +450,7 @@ def test_the_first_ring_runs_once_when_its_named_residuals_are_saved(names: tupl
 
 
 @needs_devices
+@pytest.mark.slow
 def test_higher_derivatives_and_forward_mode() -> None:
     """`reference` has them; the others say so."""
     q, k, v = (jnp.asarray(random_call(sizes=Sizes(1, 32, 32, 2, 1, 4, 4))[name]) for name in FLOATS[:3])

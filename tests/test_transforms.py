@@ -49,18 +49,21 @@ def implementations(
 
     Args:
       argument: another argument of the test, if any.
-      values: of that argument; the kernels are not tested with what they refuse.
+      values: of that argument; the kernels are not tested with what they refuse. On `reference`, which most of the
+        tests of the other implementations run as well, only the first makes a quick test.
       kernels: whether the test is for the kernels, too.
       reference: whether it is for `reference`, too, and not a comparison with it.
       quick_emulated: the values with which it is not a slow test on `emulated`; by default all.
     """
-    names = ["tiled", *(["reference"] if reference else []), *(KERNELS if kernels else [])]
+    names, values = ["tiled", *(["reference"] if reference else []), *(KERNELS if kernels else [])], [*values]
     parameters = []
     for name, value in itertools.product(names, values):
         if name in KERNELS and value in REFUSED:
             continue
         marks = [pytest.mark.gpu] if name == "cuda" else []
-        if name == "pallas" or (name == "emulated" and quick_emulated is not None and value not in quick_emulated):
+        repeats = name == "reference" and value is not values[0]
+        slow_emulated = name == "emulated" and quick_emulated is not None and value not in quick_emulated
+        if name == "pallas" or repeats or slow_emulated:
             marks.append(pytest.mark.slow)
         parameters.append(pytest.param(*((name,) if argument is None else (name, value)), marks=marks))
     return pytest.mark.parametrize("implementation" + (f",{argument}" if argument else ""), parameters)
