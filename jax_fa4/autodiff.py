@@ -171,7 +171,7 @@ def _call_forward(implementation: ModuleType, problem: spec.Problem, arguments: 
         shape = (operands.batch, *operands.query.shape[1:3])
         lse = jnp.full(shape, -jnp.inf, spec.compute_dtype(operands.query.dtype))
         out = jnp.zeros((*shape, operands.value.shape[-1]), spec.out_dtype(problem, operands))
-        return _varied_like(operands.query, (out, lse, jnp.zeros_like(lse)))
+        return spec.varied_like(operands.query, (out, lse, jnp.zeros_like(lse)))
     return implementation.forward(problem, operands)
 
 
@@ -183,18 +183,13 @@ def _call_backward(
         query, key, value = (jnp.zeros((len(dout), *x.shape[1:]), x.dtype) for x in operands[:3])
         bias = jnp.zeros_like(operands.bias) if with_bias else None
         scale = jnp.zeros(len(dout), operands.scale.dtype)
-        return _varied_like(operands.query, spec.Gradients(query, key, value, scale, bias))
+        return spec.varied_like(operands.query, spec.Gradients(query, key, value, scale, bias))
     return implementation.backward(problem, operands, out, lse, rounding, dout, dlse, with_bias=with_bias)
 
 
 def _is_empty(operands: spec.Operands) -> bool:
     """Whether no query row or no key exists, so that there is nothing to launch."""
     return 0 in (operands.batch, *operands.query.shape[1:3], operands.key.shape[1])
-
-
-def _varied_like(x: Array, constants: Any) -> Any:
-    """Constants that vary over the axes of a `jax.shard_map` as `x` does: then results have one type at every size."""
-    return spec.varied((x, constants))[1]
 
 
 def _sort(operands: spec.Operands) -> spec.Operands:

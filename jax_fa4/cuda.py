@@ -39,7 +39,7 @@ _MOST_WIDTH = 256
 # D and Dv by which every kernel is reached: those that kernels are compiled for, and three that the copy engine does
 # not take.
 _WIDTHS = ((64, 64), (128, 128), (256, 256), (96, 96), (192, 128), (60, 60), (124, 124), (252, 252))
-OLDEST = (8, 0)
+_OLDEST = (8, 0)
 KERNELS = ("sm80_forward", "sm80_backward")
 """The files of the plain kernels, which serve every call that any kernel serves."""
 GPUS: tuple[selftest.Capability, ...] = ((8, 0), (9, 0), (10, 0), (10, 3), (12, 0))
@@ -94,7 +94,7 @@ def why_not_gpu(name: str, device: jax.Device, needs: str = _NEEDS) -> str | Non
     capability = str(getattr(device, "compute_capability", ""))
     if not capability.replace(".", "").isdigit():  # another maker's GPU
         return f"implementation='{name}' needs {needs}, but this is {device.device_kind}."
-    if selftest.capability(device) < OLDEST:
+    if selftest.capability(device) < _OLDEST:
         return f"implementation='{name}' needs a GPU of compute capability 8.0 or newer, but this has {capability}."
     return None
 
@@ -202,11 +202,7 @@ Place = Callable[[Callable[..., Any], Any], Any]
 
 
 def _on_gpu(call: Callable[..., Any], arrays: Any) -> Any:
-    return lax.platform_dependent(
-        *arrays,
-        cuda=call,
-        default=refusal(call, _PLATFORM),
-    )
+    return lax.platform_dependent(*arrays, cuda=call, default=refusal(call, _PLATFORM))
 
 
 def in_cuda_branch(call: Callable[..., Any], arrays: Any) -> Any:

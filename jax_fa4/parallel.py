@@ -368,7 +368,7 @@ def _unless_unseen(seen: Array | None, compute: Callable[[Any], Any], otherwise:
     """`compute(otherwise)`, of the type of `otherwise`, if any row sees anything; else `otherwise` itself."""
 
     def varied(x: Any) -> Any:  # what empty operands give is a constant
-        return spec.varied((x, compute(x)))[1]
+        return spec.varied_like(x, compute(x))
 
     return varied(otherwise) if seen is None else lax.cond(seen.any(), varied, lambda x: x, otherwise)
 
@@ -409,7 +409,7 @@ def _forward(ring: _Ring, rows: _Rows, keys: _Keys) -> tuple[Array, Array, Array
         jnp.zeros(shape, dtype),
         jnp.zeros((*shape, keys.value.shape[3]), dtype),
     )
-    _, found = spec.varied((rows.query, nothing))
+    found = spec.varied_like(rows.query, nothing)
 
     def turn(carry: tuple[_Keys, _Sum], i: Array) -> tuple[tuple[_Keys, _Sum], None]:
         keys, found = carry
@@ -474,8 +474,7 @@ def _backward(
             return _Gradients(*(x.astype(dtype) for x in (found.query, found.scale, found.key, found.value)))
 
         nothing = _Gradients(*(jnp.zeros(x.shape, dtype) for x in (rows.query, rows.scale, keys.key, keys.value)))
-        _, nothing = spec.varied((rows.query, nothing))
-        return _unless_unseen(seen, compute, nothing)
+        return _unless_unseen(seen, compute, spec.varied_like(rows.query, nothing))
 
     add = functools.partial(jax.tree.map, jnp.add)
 

@@ -252,6 +252,14 @@ def varied(tree: Any) -> Any:
     return jax.tree.map(vary, tree)
 
 
+def varied_like(x: Array, tree: Any) -> Any:
+    """The arrays of a tree, made to vary over the axes of a `jax.shard_map` over which `x` or one of them varies.
+
+    So constants get the type of what is computed from `x`: as the first values of a loop, or in place of a result.
+    """
+    return varied((x, tree))[1]
+
+
 def varying_axes(x: Array) -> frozenset[str]:
     """The axes of a `jax.shard_map` over which an array varies, as far as its type says."""
     axes: frozenset[str] = jax.typeof(x).mat.varying

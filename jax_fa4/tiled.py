@@ -306,7 +306,7 @@ def _forward(problem: spec.Problem, steps: _Steps, operands: spec.Operands) -> t
             # The least finite maximum: exp(-inf - top) is then 0 and never NaN, also before any key was seen.
             top, total = jnp.full(rows, jnp.finfo(dtype).min, dtype), jnp.zeros(rows, dtype)
             acc = jnp.zeros((*rows, piece.value.shape[-1]), dtype)
-            _, carry = spec.varied((q, (top, total, acc)))
+            carry = spec.varied_like(q, (top, total, acc))
             top, total, acc = bounds.walk(lower, upper, step, carry)
 
             some = (lower < upper) & (total != 0)
@@ -389,19 +389,19 @@ def _backward(
                 dv = _add(dv, _einsum("bkdgq,bkgqs->bkds", dot, weights.astype(do.dtype)), 3, at)
                 return dq, dk, dv, dbias
 
-            _, dq = spec.varied((q, jnp.zeros(q.shape, dtype)))
+            dq = spec.varied_like(q, jnp.zeros(q.shape, dtype))
             dq, *carry = bounds.walk(lower, upper, step, (dq, *carry))
             dscale = (dq * q.astype(dtype)).sum((1, 2, 3, 4))
             return tuple(carry), ((dq * piece.scale).astype(operands.query.dtype), dscale)
 
         dk, dv = (jnp.zeros((*query.shape[:2], x.shape[3], x.shape[2]), dtype) for x in (piece.key, piece.value))
         blocks = lax.iota(np.int32, tiling.row_blocks)
-        _, carry = spec.varied((query, (dk, dv, dbias)))
+        carry = spec.varied_like(query, (dk, dv, dbias))
         (dk, dv, dbias), (dq, dscale) = lax.scan(over_rows, carry, blocks)
         dk, dv = jnp.swapaxes(dk * jnp.squeeze(piece.scale, 2), 2, 3), jnp.swapaxes(dv, 2, 3)
         return dbias, (dq, dk.astype(operands.key.dtype), dv.astype(operands.value.dtype), dscale.sum(0))
 
-    _, dbias = spec.varied((operands.query, dbias))
+    dbias = spec.varied_like(operands.query, dbias)
     dbias, (dq, dk, dv, dscale) = lax.scan(over_chunks, dbias, lax.iota(np.int32, tiling.chunks))
     dscale = dscale.reshape(-1, tiling.heads // tiling.chunk_heads, tiling.chunk_batch).sum(1).reshape(-1)
     if dbias is not None and operands.bias is not None:

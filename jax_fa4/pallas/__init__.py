@@ -97,7 +97,7 @@ def _by_platform(run: Callable[..., Any], arguments: Any, types: Any, in_cuda_br
             return jax.tree.leaves(run(interpret, *jax.tree.unflatten(tree, leaves)))
 
     def alike(*leaves: Array) -> Any:
-        return spec.varied((leaves[0], [jnp.zeros(x.shape, x.dtype) for x in wanted]))[1]
+        return spec.varied_like(leaves[0], [jnp.zeros(x.shape, x.dtype) for x in wanted])
 
     avals = tuple(jax.make_jaxpr(alike)(*leaves).out_avals)
     results = _pass_p.bind(*leaves, run=flat, types=avals, in_cuda_branch=in_cuda_branch)
