@@ -45,7 +45,7 @@ def attend(implementation: ModuleType, problem: spec.Problem, operands: spec.Ope
     """
     operands = spec.varied(operands)
     if implementation is reference:
-        return _forward(implementation, problem, operands)[:2]
+        return forward(implementation, problem, operands)[:2]
     guarded = {
         name: _operand_p.bind(x)
         for name, x in operands._asdict().items()
@@ -57,7 +57,7 @@ def attend(implementation: ModuleType, problem: spec.Problem, operands: spec.Ope
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(implementation: ModuleType, problem: spec.Problem, operands: spec.Operands) -> _Results:
-    return _forward(implementation, problem, operands)
+    return forward(implementation, problem, operands)
 
 
 def _attend_fwd(implementation: ModuleType, problem: spec.Problem, primals: Any) -> tuple[Any, Any]:
@@ -73,7 +73,7 @@ def _attend_bwd(implementation: ModuleType, problem: spec.Problem, residuals: An
     *results, wants_bias = residuals
     dout, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents[:2])
     dout = jnp.zeros_like(results[1]) if dout is None else dout
-    gradients = _backward(implementation, problem, wants_bias is not None, *results, dout, dlse)
+    gradients = backward(implementation, problem, wants_bias is not None, *results, dout, dlse)
     return (spec.Operands(**gradients._asdict()),)
 
 
@@ -81,7 +81,7 @@ _attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _backward(
+def backward(
     implementation: ModuleType,
     problem: spec.Problem,
     with_bias: bool,
@@ -92,7 +92,7 @@ def _backward(
     dout: Array,
     dlse: Array | None,
 ) -> spec.Gradients:
-    """The gradients with respect to the operands, in their shapes and order."""
+    """The gradients with respect to the operands, in their shapes and order, from what `forward` returned."""
     call = functools.partial(_call_backward, implementation, problem, with_bias)
     rows = operands.query_order
     arrays = [out, lse, lse_rounding, dout, dlse]
@@ -122,7 +122,7 @@ def _backward_fwd(
     implementation: ModuleType, problem: spec.Problem, with_bias: bool, *arguments: Any
 ) -> tuple[spec.Gradients, Any]:
     operands, _, _, _, dout, dlse = arguments
-    return _backward(implementation, problem, with_bias, *arguments), (operands, dout, dlse)
+    return backward(implementation, problem, with_bias, *arguments), (operands, dout, dlse)
 
 
 def _backward_bwd(
@@ -136,11 +136,11 @@ def _backward_bwd(
     names = [name for name in spec.Gradients._fields if getattr(operands, name) is not None]
 
     def gradients(floats: dict[str, Array], dout: Array, dlse: Array | None) -> spec.Gradients:
-        def forward(floats: dict[str, Array]) -> tuple[Array, Array]:
-            out, lse, _ = _forward(reference, problem, operands._replace(**floats))
+        def attend(floats: dict[str, Array]) -> tuple[Array, Array]:
+            out, lse, _ = forward(reference, problem, operands._replace(**floats))
             return out, lse.astype(spec.compute_dtype(out.dtype))
 
-        (_, lse), pullback = jax.vjp(forward, floats)
+        (_, lse), pullback = jax.vjp(attend, floats)
         (found,) = pullback((dout, jnp.zeros_like(lse) if dlse is None else dlse))
         return spec.Gradients(**{**found, "bias": found["bias"] if with_bias else None})
 
@@ -149,11 +149,11 @@ def _backward_bwd(
     return spec.Operands(**{**dict.fromkeys(spec.Operands._fields), **floats}), None, None, None, ddout, ddlse
 
 
-_backward.defvjp(_backward_fwd, _backward_bwd)
+backward.defvjp(_backward_fwd, _backward_bwd)
 
 
-def _forward(implementation: ModuleType, problem: spec.Problem, operands: spec.Operands) -> _Results:
-    """The results in the order of the operands' rows."""
+def forward(implementation: ModuleType, problem: spec.Problem, operands: spec.Operands) -> _Results:
+    """Out, lse and its rounding, in the order of the rows; unlike `attend` without a derivative of its own."""
     call = functools.partial(_call_forward, implementation, problem)
     # `reference` is differentiated by JAX itself, which a custom vmap rule would prevent.
     results = (call if implementation is reference else _foldable(call, implementation, sharding.RESULTS))(

@@ -24,7 +24,8 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_fa4.attention import _as_array, attention, why_not
+from jax_fa4.arguments import as_array
+from jax_fa4.attention import attention, why_not
 
 _ArrayOrStruct = ArrayLike | jax.ShapeDtypeStruct
 
@@ -69,7 +70,7 @@ class StructuredMask:
         def flat(name: str, x: Any, axes: int) -> Any:
             if x is None or len(batch) == 1:
                 return x
-            array = _as_array(name, x)
+            array = as_array(name, x)
             if array.ndim != len(batch) + axes or array.shape[: len(batch)] != batch:
                 raise ValueError(
                     f"{name}'s shape must be (batch...{', length' * axes}), with the batch axes of query, {batch}, "

@@ -30,7 +30,8 @@ from jax.typing import ArrayLike
 
 from jax_fa4 import autodiff, dispatch, reference
 from jax_fa4 import problem as spec
-from jax_fa4.attention import _apply_sinks, _Call, _check
+from jax_fa4.arguments import Call, check
+from jax_fa4.attention import apply_sinks
 
 Layout = Literal["contiguous", "zigzag", "striped"]
 """Which positions of a sequence of length L a device has, of P devices in their order along the axis.
@@ -121,7 +122,7 @@ def ring_attention(
             )
     layout, axis_name = arguments.pop("layout"), arguments.pop("axis_name")
     devices = _devices(axis_name)
-    call, arrays = _check(**arguments)
+    call, arrays = check(**arguments)
     _check_shardings(arrays)
     _check_layout(layout, devices, {name: arrays[name].shape[1] * devices for name in ("query", "key")})
     if isinstance(query_offset, str):  # it is "end", and what was checked are shards
@@ -295,7 +296,7 @@ class _Rows(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _run(
-    call: _Call, axis_name: Hashable, devices: int, layout: Layout, arrays: dict[str, Any]
+    call: Call, axis_name: Hashable, devices: int, layout: Layout, arrays: dict[str, Any]
 ) -> Array | tuple[Array, Array]:
     # With a width of 0 every logit is 0, whatever the scale.
     width, dtype = arrays["query"].shape[3], spec.compute_dtype(arrays["query"].dtype)
@@ -314,7 +315,7 @@ def _run(
     attend = _forward if implementation is reference else _attend  # the former is differentiated by JAX itself
     out, lse, _ = attend(_Ring(implementation, problem, axis_name, devices, layout), rows, keys)
     if (sinks := get("sinks")) is not None:
-        out = _apply_sinks(out, lse, sinks).astype(query.dtype)
+        out = apply_sinks(out, lse, sinks).astype(query.dtype)
     lse = lse.astype(np.float32)
     if not call.batched:
         out, lse = out[0], lse[0]
@@ -322,7 +323,7 @@ def _run(
 
 
 def _bounds(
-    call: _Call, devices: int, layout: Layout, device: Array, arrays: dict[str, Any]
+    call: Call, devices: int, layout: Layout, device: Array, arrays: dict[str, Any]
 ) -> tuple[Array, Array] | tuple[None, None]:
     """Row bounds of a device's rows, of all masks but segment ids; they count positions of the whole sequence.
 
@@ -390,7 +391,7 @@ def _forward(ring: _Ring, rows: _Rows, keys: _Keys) -> tuple[Array, Array, Array
         operands, seen = _step(ring, rows, keys, (rows.device - i) % ring.devices)
 
         def merge(found: _Sum) -> _Sum:
-            out, lse, rounding = autodiff._forward(ring.implementation, problem, operands)
+            out, lse, rounding = autodiff.forward(ring.implementation, problem, operands)
             # What lse lost when it was rounded is as much a part of the weight.
             lse, rounding = (x.astype(dtype) for x in (lse, jnp.zeros_like(lse) if rounding is None else rounding))
             top = lax.stop_gradient(jnp.maximum(found.top, lse))
@@ -470,7 +471,7 @@ def _backward(
 
         def compute(_: _Gradients) -> _Gradients:
             results = (out, visible, rounding, dout, dlse)
-            found = autodiff._backward(ring.implementation, ring.problem, False, operands, *results)
+            found = autodiff.backward(ring.implementation, ring.problem, False, operands, *results)
             return _Gradients(*(x.astype(dtype) for x in (found.query, found.scale, found.key, found.value)))
 
         nothing = _Gradients(*(jnp.zeros(x.shape, dtype) for x in (rows.query, rows.scale, keys.key, keys.value)))
