@@ -1,7 +1,7 @@
 """The automatic choice between `cuda`, `pallas` and `tiled`, for each pass the one that is fastest.
 
-CUDA kernels for tensor cores are taken wherever there are any for the call. A pass whose CUDA kernels fail their
-self-test on the GPU at hand is given to the next best, with a warning.
+CUDA kernels for tensor cores are taken wherever there are any for the call. A pass whose kernels fail their self-test
+on the GPU at hand is given to the next best, with a warning.
 
 A program may be lowered for a platform that is not the one it is traced on, so where kernels are preferred, the
 lowering decides: they run on NVIDIA GPUs, and `tiled` elsewhere. Where the process has no GPU `pallas` is no choice,
@@ -87,7 +87,6 @@ class _Speed:
     logits: float
 
 
-_EXACT = ("highest", "float32", "F32_F32_F32", "DotAlgorithmPreset.F32_F32_F32")
 _MULTIPROCESSORS = 132
 _SPEEDS: dict[cuda.Pass, _Speed] = {
     "forward": _Speed(
@@ -148,18 +147,14 @@ def why_not(problem: spec.Problem, operands: spec.Operands, device: jax.Device |
     return reason if reason is None or _why_not_pallas(problem, operands, device) is not None else None
 
 
-def _matmul_precision() -> str:
-    return str(getattr(jax.config, "jax_default_matmul_precision"))  # noqa: B009  (of no type that mypy knows)
-
-
 def _why_not_pallas(problem: spec.Problem, operands: spec.Operands, device: jax.Device | None) -> str | None:
     if device is None or device.platform != "gpu":
         return "Kernels of Pallas are only chosen for a GPU at hand."
     if str(getattr(device, "compute_capability", "")).startswith("10."):
         return "Kernels of Pallas are not chosen for GPUs of compute capability 10.x."
-    if operands.query.dtype == np.float32 and _matmul_precision() in _EXACT:
+    if operands.query.dtype == np.float32 and pallas.precision() == "highest":
         return "Kernels of Pallas are only chosen for products of tensor cores."
-    return pallas.why_not(problem, operands, device)
+    return pallas.unsupported_on(problem, operands, device)
 
 
 def _chosen(
@@ -179,12 +174,15 @@ def _chosen(
         tensor_cores = any(file not in cuda.KERNELS for file in files)
         plain = speed.plain.seconds(problem, operands, speed.products, packs=False)
         seconds[cuda] = 0.0 if tensor_cores else plain
-    best, *rest = sorted(seconds, key=lambda one: seconds[one])
-    if best is not cuda or device is None or (fault := cuda.fault(name, problem, operands, device)) is None:
-        return best
-    if warn:
-        selftest.warn(fault)
-    return rest[0]
+    faults = []
+    while (best := min(seconds, key=lambda one: seconds[one])) is not tiled and device is not None:
+        if (fault := best.fault(name, problem, operands, device)) is None:
+            break
+        faults.append(fault)
+        del seconds[best]
+    for fault in faults if warn else []:
+        selftest.warn(fault, best.__name__.rpartition(".")[2])
+    return best
 
 
 def _cuda_files(

@@ -34,7 +34,8 @@ CUSTOM_CALLS = ("jax_fa4_forward_v1", "jax_fa4_backward_v1")
 A target's operands and attributes never change; others would get another name. See `export_checks`.
 """
 
-_DTYPES = ("float16", "bfloat16", "float32")
+DTYPES = ("float16", "bfloat16", "float32")
+"""What kernels support, those of Pallas too."""
 _MOST_WIDTH = 256
 # D and Dv by which every kernel is reached: those that kernels are compiled for, and three that the copy engine does
 # not take.
@@ -163,13 +164,8 @@ def kernels(name: Pass, problem: spec.Problem, operands: spec.Operands, gpu: sel
 
 
 def fault(name: Pass, problem: spec.Problem, operands: spec.Operands, device: jax.Device) -> str | None:
-    """What the self-test found wrong with a pass's kernels on a GPU that `unsupported_on` has nothing against; or None.
-
-    Unless they have been seen on such a GPU, or were tested in this process before, it runs now.
-    """
-    launched = kernels(name, problem, operands, selftest.capability(device))
-    widths = operands.query.shape[3], operands.value.shape[3]
-    return selftest.fault(PASSES[name], launched, operands.query.dtype, widths, device)
+    """What the self-test finds wrong with a pass's kernels on a GPU that `unsupported_on` has nothing against."""
+    return selftest.fault_of(PASSES[name], problem, operands, device)
 
 
 def unsupported(name: str, operands: spec.Operands) -> str | None:
@@ -181,8 +177,8 @@ def unsupported_operands(name: str, operands: spec.Operands) -> str | None:
     """Why no kernels of this package support such operands, those of Pallas neither; None if some do."""
     dtype = operands.query.dtype.name
     widths = operands.query.shape[-1], operands.value.shape[-1]
-    if dtype not in _DTYPES:
-        return f"implementation='{name}' supports the dtypes {', '.join(_DTYPES)}, but got {dtype}."
+    if dtype not in DTYPES:
+        return f"implementation='{name}' supports the dtypes {', '.join(DTYPES)}, but got {dtype}."
     if max(widths) > _MOST_WIDTH:
         return (
             f"implementation='{name}' supports head widths up to {_MOST_WIDTH}, but got D={widths[0]}, Dv={widths[1]}."
@@ -219,55 +215,28 @@ def forward(problem: spec.Problem, operands: spec.Operands, *, place: Place = _o
     Raises:
       NotImplementedError: the kernels fail their self-test on the GPU at hand.
     """
-    _refuse_faulty("forward", problem, operands)
-    return _launch_forward(problem, operands, place=place)
+    selftest.refuse(PASSES["forward"], unsupported_on, problem, operands, gpu_at_hand())
+    return call_forward(CUSTOM_CALLS[0], {}, place, problem, operands)
 
 
 def backward(
     problem: spec.Problem, operands: spec.Operands, *results: Any, with_bias: bool, place: Place = _on_gpu
 ) -> spec.Gradients:
     """Gradients of `forward`; the arrays are those of `call_backward`. Raises as `forward`."""
-    _refuse_faulty("backward", problem, operands)
-    return _launch_backward(problem, operands, *results, with_bias=with_bias, place=place)
-
-
-def _refuse_faulty(name: Pass, problem: spec.Problem, operands: spec.Operands) -> None:
-    device = gpu_at_hand()
-    if device is None or unsupported_on(problem, operands, device) is not None:
-        return  # it may be lowered for another GPU
-    if (sentence := fault(name, problem, operands, device)) is not None:
-        raise NotImplementedError(sentence)
-
-
-def _launch_forward(
-    problem: spec.Problem, operands: spec.Operands, *, place: Place = _on_gpu
-) -> tuple[Array, Array, Array]:
-    return call_forward(CUSTOM_CALLS[0], {}, place, problem, operands)
-
-
-def _launch_backward(problem: spec.Problem, *arrays: Any, with_bias: bool, place: Place = _on_gpu) -> spec.Gradients:
     del with_bias  # there is none
-    return call_backward(CUSTOM_CALLS[1], {}, place, problem, *arrays)
+    selftest.refuse(PASSES["backward"], unsupported_on, problem, operands, gpu_at_hand())
+    return call_backward(CUSTOM_CALLS[1], {}, place, problem, operands, *results)
 
 
 PASSES: dict[Pass, selftest.Pass] = {
-    "forward": selftest.Pass("forward", functools.partial(kernels, "forward"), _launch_forward),
-    "backward": selftest.Pass("backward", functools.partial(kernels, "backward"), _launch_backward),
+    "forward": selftest.Pass("cuda", "forward", functools.partial(kernels, "forward"), forward),
+    "backward": selftest.Pass("cuda", "backward", functools.partial(kernels, "backward"), backward, deterministic=True),
 }
 
 
 def unseen_kernels(device: jax.Device) -> list[tuple[selftest.Pass, selftest.Kernels, Any, tuple[int, int]]]:
-    """All kernels that have not been seen on a GPU that `why_not_gpu` has nothing against.
-
-    Each is the arguments of `selftest.fault` that test it there.
-    """
-    found: dict[selftest.Kernels, Any] = {}
-    for one in PASSES.values():
-        for dtype, widths in itertools.product(map(jnp.dtype, _DTYPES), _WIDTHS):
-            for launched in selftest.all_kernels(one, dtype, widths, selftest.capability(device)):
-                if not selftest.is_seen(launched, device):
-                    found.setdefault(launched, (one, launched, dtype, widths))
-    return list(found.values())
+    """`selftest.unseen` of all kernels, on a GPU that `why_not_gpu` has nothing against."""
+    return selftest.unseen(PASSES.values(), itertools.product(map(jnp.dtype, DTYPES), _WIDTHS), device)
 
 
 def call_forward(

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jax_fa4 import attention, cuda, dispatch, native, selftest, why_not
+from jax_fa4 import attention, cuda, dispatch, native, pallas, selftest, why_not
 from jax_fa4.attention import passes
 
 Results = dict[str, np.ndarray]
@@ -168,7 +168,8 @@ def _print_installation() -> Iterator[str]:
         print(f"{'' if i else 'kernels:':10} {kernel} for {', '.join(targets)}")
     if not builds:
         print("kernels:   none")
-    for i, kernel in enumerate(sorted(x for x in builds if x.endswith(("_forward", "_backward", "_rows")))):
+    tested = [*sorted(x for x in builds if x.endswith(("_forward", "_backward", "_rows"))), *pallas.FILES]
+    for i, kernel in enumerate(tested):
         gpus = ", ".join("{}.{}".format(*gpu) for gpu in selftest.SEEN.get(kernel, ()))
         where = f"on GPUs of compute capability {gpus}" if gpus else "on no GPU yet"
         print(f"{'' if i else 'seen:':10} {kernel} {where}")
@@ -184,11 +185,10 @@ def _pair(gpu: dict[str, Any]) -> tuple[int, int]:
 
 def _print_self_tests() -> Iterator[str]:
     """Tests the kernels that have not been seen on GPUs like those here; yields problems."""
-    if native.why_not() is not None:
-        return
     gpus = [device for device in jax.local_devices() if cuda.why_not_gpu("cuda", device) is None]
     for device in {selftest.capability(device): device for device in gpus}.values():
-        unseen = cuda.unseen_kernels(device)
+        unseen = [] if native.why_not() is not None else cuda.unseen_kernels(device)
+        unseen += pallas.unseen_kernels(device)
         if not unseen:
             print(f"\nAll kernels have been seen on GPUs like {device.device_kind}.")
         elif selftest.is_off():

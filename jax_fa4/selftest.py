@@ -1,9 +1,10 @@
 """The self-test of kernels: their first use on hardware on which they have not been seen to run.
 
-A kernel's tests run in the emulator, and on the GPUs that the project has. On any other GPU the first call of a process
-that a kernel would serve has it compute a few small problems first, and compares the results with those of `tiled`. It
-happens while the call is traced, but in a thread of its own, so that no transformation that the call stands in is seen
-there: the arrays are concrete, and on that GPU.
+Tests of the kernels of `cuda` and `pallas` run on CPUs, emulated and interpreted, and on the GPUs that the project has.
+On any other GPU the first call of a process that a kernel would serve has it compute a few small problems first, and
+compares the results with exact ones, as far as `tiled` is off. It happens while the call is traced or lowered, but in a
+thread of its own, so that no transformation that the call stands in is seen there: the arrays are concrete, and on that
+GPU.
 
 On GPUs that `SEEN` lists nothing happens. With `JAX_FA4_SELF_TEST=0` in the environment nothing happens anywhere.
 """
@@ -11,10 +12,11 @@ On GPUs that `SEEN` lists nothing happens. With `JAX_FA4_SELF_TEST=0` in the env
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -31,12 +33,19 @@ Kernels = tuple[tuple[str, str], ...]
 Results = Mapping[str, np.ndarray]
 
 SEEN: dict[str, tuple[Capability, ...]] = dict.fromkeys(
-    ("sm80_forward", "sm80_backward", "sm90_forward", "sm90_backward", "backward_rows"), ((9, 0),)
+    (
+        *("sm80_forward", "sm80_backward", "sm90_forward", "sm90_backward", "backward_rows"),
+        *("pallas.forward_kernel", "pallas.backward_kernels"),
+    ),
+    ((9, 0),),
 )
 """For the files of kernels, the compute capabilities of the GPUs on which their whole test suite has passed."""
 
 SWITCH = "JAX_FA4_SELF_TEST"
 """The variable of the environment that is 0 where nothing is to be tested."""
+
+TF32 = "tensorfloat32"
+"""The precision of products that have float32 operands of which 10 bits of the mantissa count."""
 
 
 class SelfTestWarning(RuntimeWarning):
@@ -44,17 +53,23 @@ class SelfTestWarning(RuntimeWarning):
 
 
 class Pass(NamedTuple):
-    """The forward or the backward of `cuda`, to be tested.
+    """The forward or the backward of an implementation, to be tested.
 
     Attributes:
+      implementation: its name.
       name: "forward" or "backward".
       kernels: what a problem launches on GPUs of a compute capability; operands may be `jax.ShapeDtypeStruct`s.
-      run: the function of an implementation that has this name.
+      run: the function of the implementation that has this name. It may call `fault`, which tests nothing in a test.
+      precision: `jax.default_matmul_precision` for it, "highest" or `TF32`.
+      deterministic: whether it launches others for problems that are to be deterministic.
     """
 
+    implementation: str
     name: str
     kernels: Callable[[spec.Problem, spec.Operands, Capability], Kernels]
     run: Callable[..., Any]
+    precision: str = "highest"
+    deterministic: bool = False
 
 
 def capability(device: jax.Device) -> Capability:
@@ -73,8 +88,38 @@ def is_off() -> bool:
     return os.environ.get(SWITCH) == "0"
 
 
+def refuse(
+    tested: Pass,
+    unsupported_on: Callable[[spec.Problem, spec.Operands, jax.Device], str | None],
+    problem: spec.Problem,
+    operands: spec.Operands,
+    device: jax.Device | None,
+) -> None:
+    """Raises NotImplementedError with what is wrong with a call's kernels on the GPU at hand, if anything is.
+
+    Where there is none, or its implementation's `unsupported_on` has anything against it, the call may be lowered for
+    another.
+    """
+    if device is None or unsupported_on(problem, operands, device) is not None:
+        return
+    if (sentence := fault_of(tested, problem, operands, device)) is not None:
+        raise NotImplementedError(sentence)
+
+
+def fault_of(tested: Pass, problem: spec.Problem, operands: spec.Operands, device: jax.Device) -> str | None:
+    """What the self-test found wrong with a call's kernels on a device that supports them; or None.
+
+    Unless they have been seen on such a GPU, or were tested in this process before, it runs now.
+    """
+    if device.platform != "gpu":
+        return None
+    launched = tested.kernels(problem, operands, capability(device))
+    widths = operands.query.shape[3], operands.value.shape[3]
+    return fault(tested, launched, operands.query.dtype, widths, device)
+
+
 def fault(tested: Pass, kernels: Kernels, dtype: Any, widths: tuple[int, int], device: jax.Device) -> str | None:
-    """What the self-test found wrong with kernels on a GPU, as a sentence about implementation "cuda"; or None.
+    """What the self-test found wrong with kernels on a GPU, as a sentence about their implementation; or None.
 
     Kernels are tested once in a process, on the first GPU of a compute capability, whatever thread asks.
 
@@ -85,7 +130,7 @@ def fault(tested: Pass, kernels: Kernels, dtype: Any, widths: tuple[int, int], d
       widths: D and Dv of the operands to test with.
       device: on one that is not a GPU of this process nothing is tested.
     """
-    if is_seen(kernels, device) or is_off():
+    if is_seen(kernels, device) or is_off() or _in_test.here:
         return None
     key = kernels, capability(device)
     with _lock:
@@ -96,15 +141,22 @@ def fault(tested: Pass, kernels: Kernels, dtype: Any, widths: tuple[int, int], d
         return _faults[key]
 
 
-def warn(sentence: str) -> None:
-    """Warns once in a process that `tiled` runs in the place of kernels with this fault."""
+def warn(sentence: str, instead: str) -> None:
+    """Warns once in a process that the implementation `instead` runs in the place of kernels with this fault."""
     with _lock:
         if sentence in _warned:
             return
         _warned.add(sentence)
-    warnings.warn(f"{sentence} implementation='tiled' runs in its place.", SelfTestWarning, stacklevel=2)
+    warnings.warn(f"{sentence} implementation='{instead}' runs in its place.", SelfTestWarning, stacklevel=2)
 
 
+class _InTest(threading.local):
+    """Whether this thread is that of a self-test."""
+
+    here = False
+
+
+_in_test = _InTest()
 _lock = threading.Lock()
 _faults: dict[tuple[Kernels, Capability], str | None] = {}
 _warned: set[str] = set()
@@ -118,7 +170,7 @@ def _is_here(device: jax.Device) -> bool:
 
 
 def _tell(tested: Pass, kernels: Kernels, dtype: Any, widths: tuple[int, int], device: jax.Device) -> str | None:
-    with ThreadPoolExecutor(1) as thread:
+    with ThreadPoolExecutor(1, initializer=lambda: setattr(_in_test, "here", True)) as thread:
         test = thread.submit(_wrong, tested, kernels, dtype, widths, device)
         try:
             wrong = test.result()
@@ -130,7 +182,7 @@ def _tell(tested: Pass, kernels: Kernels, dtype: Any, widths: tuple[int, int], d
     files = ", ".join(dict.fromkeys(file for file, _ in kernels))
     entries = ", ".join(entry for _, entry in kernels)
     return (
-        f"implementation='cuda' failed its self-test on {device.device_kind} (compute capability "
+        f"implementation='{tested.implementation}' failed its self-test on {device.device_kind} (compute capability "
         f"{'.'.join(map(str, capability(device)))}), with the kernels {entries} of {files}: {wrong.rstrip('.')}. "
         "They have not been seen to run on such a GPU before: please report this to the maintainers of jax_fa4, "
         f"together with what `python -m jax_fa4` prints. ({SWITCH}=0 in the environment turns the test off.)"
@@ -184,7 +236,6 @@ _CALLS = (
     _Call(1, 2, "band", wide_out=True, softcap=_SOFTCAP),
     _Call(2, 4, "arrays", softcap=_SOFTCAP, copies=_COPIES),
 )
-# Only of the backward.
 _DETERMINISTIC_CALLS = (
     _Call(0, 1, "full", deterministic=True),
     _Call(2, 4, "arrays", deterministic=True, copies=_COPIES),
@@ -193,7 +244,7 @@ _DETERMINISTIC_CALLS = (
 
 
 def _calls_of(tested: Pass) -> tuple[_Call, ...]:
-    return (*_CALLS, *(_DETERMINISTIC_CALLS if tested.name == "backward" else ()))
+    return (*_CALLS, *(_DETERMINISTIC_CALLS if tested.deterministic else ()))
 
 
 def _band() -> tuple[int, int]:
@@ -230,6 +281,24 @@ def all_kernels(tested: Pass, dtype: Any, widths: tuple[int, int], gpu: Capabili
     return list(dict.fromkeys(tested.kernels(call.problem(), call.cut_operands(operands), gpu) for call in calls))
 
 
+def unseen(
+    passes: Iterable[Pass], operands: Iterable[tuple[Any, tuple[int, int]]], device: jax.Device
+) -> list[tuple[Pass, Kernels, Any, tuple[int, int]]]:
+    """All kernels of passes that have not been seen on a GPU: the arguments of `fault` that test each there.
+
+    Args:
+      passes: some.
+      operands: dtypes, each with D and Dv.
+      device: a GPU that they support.
+    """
+    found: dict[Kernels, Any] = {}
+    for tested, (dtype, widths) in itertools.product(passes, operands):
+        for launched in all_kernels(tested, dtype, widths, capability(device)):
+            if not is_seen(launched, device):
+                found.setdefault(launched, (tested, launched, dtype, widths))
+    return list(found.values())
+
+
 def _wrong(tested: Pass, kernels: Kernels, dtype: Any, widths: tuple[int, int], device: jax.Device) -> str | None:
     """Runs the calls that kernels serve; returns what is wrong with the results."""
     rng = np.random.default_rng(0)
@@ -244,11 +313,11 @@ def _wrong(tested: Pass, kernels: Kernels, dtype: Any, widths: tuple[int, int], 
     dlse = rng.standard_normal(rows, np.float32)
     seen = (lower[..., None] <= position) & (position < upper[..., None])
 
-    def run(name: str, function: Any, problem: spec.Problem, *arguments: Any) -> Any:
+    def run(function: Any, precision: str, name: str, problem: spec.Problem, *arguments: Any) -> Any:
         static = {"with_bias": False} if name == "backward" else {}
         # Whatever the process's own settings are.
         with (
-            jax.default_matmul_precision("highest"),
+            jax.default_matmul_precision(precision),
             jax.debug_nans(False),
             jax.debug_infs(False),
             jax.disable_jit(False),
@@ -259,11 +328,11 @@ def _wrong(tested: Pass, kernels: Kernels, dtype: Any, widths: tuple[int, int], 
 
     for softcap in dict.fromkeys(call.softcap for call in calls):
         problem = spec.Problem(softcap=softcap)
-        out, lse, rounding = found = run("forward", tiled.forward, problem, operands)
         arguments: tuple[Any, ...] = (operands,)
         if tested.name == "backward":
-            arguments = operands, out, lse, rounding, dout, dlse
-            found = run("backward", tiled.backward, problem, *arguments)
+            arguments = operands, *run(tiled.forward, "highest", "forward", problem, operands), dout, dlse
+        inexact = _as_multiplied(tested.precision, arguments)
+        found = run(getattr(tiled, tested.name), "highest", tested.name, problem, *inexact)
         want = exact(query, key, value, seen, (dout, dlse) if tested.name == "backward" else None, softcap)
         want["lse"] = np.stack([want["lse"]] * 2, -1)
         allowed = tolerances(dtype, want, _named(tested.name, found))
@@ -273,11 +342,24 @@ def _wrong(tested: Pass, kernels: Kernels, dtype: Any, widths: tuple[int, int], 
             part: list[Any] = [call.cut_operands(operands), *map(call.cut, arguments[1:])]
             if tested.name == "backward":
                 part[1] = part[1].astype(spec.out_dtype(call.problem(), operands))
-            got = _named(tested.name, run(tested.name, tested.run, call.problem(), *part))
+            got = _named(tested.name, run(tested.run, tested.precision, tested.name, call.problem(), *part))
             _, sentences = compare(got, *({name: call.cut(x) for name, x in y.items()} for y in (want, allowed)))
             if sentences:
                 return " ".join(sentences)
     return None
+
+
+def _as_multiplied(precision: str, arrays: Any) -> Any:
+    """What products of this precision leave of the arrays that they are made of.
+
+    Some tensor cores truncate float32 to TF32 and some libraries round it before: truncation is the worse.
+    """
+
+    def cut(x: Any) -> Any:
+        multiplied = precision == TF32 and np.ndim(x) == 4 and x.dtype == np.float32
+        return (x.view(np.uint32) & ~np.uint32(2**13 - 1)).view(np.float32) if multiplied else x
+
+    return jax.tree.map(cut, arrays)
 
 
 def _put(arrays: Any, device: jax.Device) -> Any:

@@ -13,12 +13,14 @@ The kernels are lowered by Pallas' Triton backend. Pallas has two for GPUs, and 
   JAX has deprecated it since 0.11.0 and "will be removed in a future version". Where it is gone, `why_not` says so and
   the automatic choice goes on without it.
 
-On a CPU the kernels are interpreted: right, and slow.
+On a CPU the kernels are interpreted: right, and slow. On a GPU on which they have not been seen to run they are tested
+before their first use: see `selftest`.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -42,10 +44,35 @@ else:
 
 _LEAST = (8, 6)  # of those from there on, one with the least shared memory
 _NEEDS = "an NVIDIA GPU or a CPU"
+# The widths for which block sizes differ, by each dtype.
+_WIDTHS = ((64, 64), (128, 128), (256, 256))
+_FILES: dict[cuda.Pass, tuple[str, tuple[blocks.Kernel, ...]]] = {
+    "forward": ("pallas.forward_kernel", ("forward",)),
+    "backward": ("pallas.backward_kernels", ("key gradients", "query gradients")),
+}
+FILES = tuple(file for file, _ in _FILES.values())
+"""The files of the kernels, as `selftest.SEEN` names them."""
+# Of `jax.default_matmul_precision`, for products of float32 on the FMA units.
+_EXACT = ("highest", "float32", "F32_F32_F32", "DotAlgorithmPreset.F32_F32_F32")
+
+
+def precision() -> str:
+    """How products of float32 are computed: "highest", or else `selftest.TF32`."""
+    chosen = getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009  (of no type that mypy knows)
+    return "highest" if str(chosen) in _EXACT else selftest.TF32
 
 
 def why_not(problem: spec.Problem, operands: spec.Operands, device: jax.Device | None) -> str | None:
     """Why the kernels do not support a problem, or the device (None: whatever it is lowered for); None if they do."""
+    reason = unsupported_on(problem, operands, device)
+    if reason is None and device is not None:
+        reason = fault("forward", problem, operands, device)
+    return reason
+
+
+def unsupported_on(problem: spec.Problem, operands: spec.Operands, device: jax.Device | None) -> str | None:
+    """As `why_not`, apart from the self-test."""
+    del problem  # any will do
     if _missing is not None:
         return _missing
     if device is not None and device.platform != "cpu":
@@ -55,10 +82,40 @@ def why_not(problem: spec.Problem, operands: spec.Operands, device: jax.Device |
     return cuda.unsupported_operands("pallas", operands)
 
 
+def kernels(
+    name: cuda.Pass, precision: str, problem: spec.Problem, operands: spec.Operands, gpu: selftest.Capability
+) -> selftest.Kernels:
+    """What a pass launches. One text is many kernels: by dtype, widths, kind of mask, with and without a soft cap."""
+    del gpu  # the same for all
+    (_, rows, heads, width), (_, keys, _, value_width) = operands.query.shape, operands.value.shape
+    if 0 in (operands.batch, rows, heads, keys):
+        return ()
+    dtype = operands.query.dtype.name
+    numbers = "tf32" if dtype == "float32" and precision == selftest.TF32 else dtype
+    mask = "bounds" if operands.lower is not None else "full" if problem.band == (None, None) else "band"
+    of = [numbers, *(str(blocks.padded(x)) for x in (width, value_width)), mask]
+    of += [] if problem.softcap is None else ["softcap"]
+    file, names = _FILES[name]
+    return tuple((file, "_".join(["fa4", kernel.replace(" ", "_"), *of])) for kernel in names)
+
+
+def fault(name: cuda.Pass, problem: spec.Problem, operands: spec.Operands, device: jax.Device) -> str | None:
+    """What the self-test finds wrong with a pass's kernels on a device that `unsupported_on` has nothing against."""
+    return selftest.fault_of(PASSES[name, precision()], problem, operands, device)
+
+
+def unseen_kernels(device: jax.Device) -> list[tuple[selftest.Pass, selftest.Kernels, Any, tuple[int, int]]]:
+    """`selftest.unseen` of what the automatic choice takes, on a GPU that `cuda.why_not_gpu` has nothing against."""
+    passes = [one for one in PASSES.values() if one.precision == selftest.TF32 and _missing is None]
+    return selftest.unseen(passes, itertools.product(map(jnp.dtype, cuda.DTYPES), _WIDTHS), device)
+
+
 def forward(
     problem: spec.Problem, operands: spec.Operands, *, in_cuda_branch: bool = False
 ) -> tuple[Array, Array, Array]:
     """Attention of `operands`, sorted already: out (B, T, N, Dv) in query's dtype, lse and its rounding (B, T, N).
+
+    Its lowering for GPUs raises NotImplementedError where the kernels fail their self-test on the GPU at hand.
 
     Args:
       problem: the problem.
@@ -80,6 +137,15 @@ def backward(
     like = [jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype) for x in operands[:3]]
     types: Any = spec.Gradients._make([*like, jax.ShapeDtypeStruct((batch,), np.float32), None])
     return _by_platform(functools.partial(_run_backward, problem), (operands, *results), types, in_cuda_branch)
+
+
+_RUNS: dict[cuda.Pass, Callable[..., Any]] = {"forward": forward, "backward": backward}
+PASSES: dict[tuple[cuda.Pass, str], selftest.Pass] = {
+    (name, precision): selftest.Pass("pallas", name, functools.partial(kernels, name, precision), run, precision)
+    for name, run in _RUNS.items()
+    for precision in ("highest", selftest.TF32)
+}
+"""By the precision of products."""
 
 
 def _by_platform(run: Callable[..., Any], arguments: Any, types: Any, in_cuda_branch: bool) -> Any:
@@ -134,7 +200,13 @@ for _platform, _interpret in (("cpu", True), ("cuda", False), (None, None)):
     mlir.register_lowering(_pass_p, functools.partial(_lower, _interpret), platform=_platform)
 
 
+def _refuse_faulty(name: cuda.Pass, problem: spec.Problem, interpret: bool, operands: spec.Operands) -> None:
+    if not interpret:
+        selftest.refuse(PASSES[name, precision()], unsupported_on, problem, operands, cuda.gpu_at_hand())
+
+
 def _run_forward(problem: spec.Problem, interpret: bool, operands: spec.Operands) -> tuple[Array, Array, Array]:
+    _refuse_faulty("forward", problem, interpret, operands)
     width = operands.value.shape[3]
     operands = _at_least_one_wide(operands)
     found = _blocks("forward", interpret, operands)
@@ -152,6 +224,7 @@ def _run_backward(
     dout: Array,
     dlse: Array | None,
 ) -> spec.Gradients:
+    _refuse_faulty("backward", problem, interpret, operands)
     widths = [x.shape[3] for x in operands[:3]]
     operands, out, dout = _at_least_one_wide((operands, out, dout))
     found = {kernel: _blocks(kernel, interpret, operands) for kernel in ("key gradients", "query gradients")}
