@@ -34,8 +34,7 @@ CUSTOM_CALLS = ("jax_fa4_forward_v1", "jax_fa4_backward_v1")
 A target's operands and attributes never change; others would get another name. See `export_checks`.
 """
 
-DTYPES = ("float16", "bfloat16", "float32")
-"""What kernels support, those of Pallas too."""
+_DTYPES = ("float16", "bfloat16", "float32")
 _MOST_WIDTH = 256
 # D and Dv by which every kernel is reached: those that kernels are compiled for, and three that the copy engine does
 # not take.
@@ -177,8 +176,8 @@ def unsupported_operands(name: str, operands: spec.Operands) -> str | None:
     """Why no kernels of this package support such operands, those of Pallas neither; None if some do."""
     dtype = operands.query.dtype.name
     widths = operands.query.shape[-1], operands.value.shape[-1]
-    if dtype not in DTYPES:
-        return f"implementation='{name}' supports the dtypes {', '.join(DTYPES)}, but got {dtype}."
+    if dtype not in _DTYPES:
+        return f"implementation='{name}' supports the dtypes {', '.join(_DTYPES)}, but got {dtype}."
     if max(widths) > _MOST_WIDTH:
         return (
             f"implementation='{name}' supports head widths up to {_MOST_WIDTH}, but got D={widths[0]}, Dv={widths[1]}."
@@ -236,7 +235,7 @@ PASSES: dict[Pass, selftest.Pass] = {
 
 def unseen_kernels(device: jax.Device) -> list[tuple[selftest.Pass, selftest.Kernels, Any, tuple[int, int]]]:
     """`selftest.unseen` of all kernels, on a GPU that `why_not_gpu` has nothing against."""
-    return selftest.unseen(PASSES.values(), itertools.product(map(jnp.dtype, DTYPES), _WIDTHS), device)
+    return selftest.unseen(PASSES.values(), itertools.product(map(jnp.dtype, _DTYPES), _WIDTHS), device)
 
 
 def call_forward(

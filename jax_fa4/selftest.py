@@ -331,11 +331,11 @@ def _wrong(tested: Pass, kernels: Kernels, dtype: Any, widths: tuple[int, int], 
         arguments: tuple[Any, ...] = (operands,)
         if tested.name == "backward":
             arguments = operands, *run(tiled.forward, "highest", "forward", problem, operands), dout, dlse
-        inexact = _as_multiplied(tested.precision, arguments)
+        multiplied_as, inexact = _as_multiplied(dtype, tested.precision, arguments)
         found = run(getattr(tiled, tested.name), "highest", tested.name, problem, *inexact)
         want = exact(query, key, value, seen, (dout, dlse) if tested.name == "backward" else None, softcap)
         want["lse"] = np.stack([want["lse"]] * 2, -1)
-        allowed = tolerances(dtype, want, _named(tested.name, found))
+        allowed = tolerances(multiplied_as, want, _named(tested.name, found))
         for call in calls:
             if call.softcap != softcap:
                 continue
@@ -349,17 +349,18 @@ def _wrong(tested: Pass, kernels: Kernels, dtype: Any, widths: tuple[int, int], 
     return None
 
 
-def _as_multiplied(precision: str, arrays: Any) -> Any:
-    """What products of this precision leave of the arrays that they are made of.
+def _as_multiplied(dtype: Any, precision: str, arrays: Any) -> tuple[Any, Any]:
+    """A dtype with the mantissa of the numbers that are multiplied, and what products leave of arrays.
 
-    Some tensor cores truncate float32 to TF32 and some libraries round it before: truncation is the worse.
+    Some tensor cores truncate float32 to TF32, and some libraries round it before. Truncation is the worse.
     """
+    if precision != TF32 or dtype != np.float32:
+        return dtype, arrays
 
-    def cut(x: Any) -> Any:
-        multiplied = precision == TF32 and np.ndim(x) == 4 and x.dtype == np.float32
-        return (x.view(np.uint32) & ~np.uint32(2**13 - 1)).view(np.float32) if multiplied else x
+    def truncated(x: np.ndarray) -> np.ndarray:
+        return (x.view(np.uint32) & ~np.uint32(2**13 - 1)).view(np.float32) if np.ndim(x) == 4 else x
 
-    return jax.tree.map(cut, arrays)
+    return np.float16, jax.tree.map(truncated, arrays)  # TF32 has float16's mantissa
 
 
 def _put(arrays: Any, device: jax.Device) -> Any:

@@ -1,4 +1,8 @@
-"""The self-test of kernels on GPUs on which they have not been seen: here the emulator stands for such a GPU."""
+"""The self-test of kernels on GPUs on which they have not been seen.
+
+Here the emulator stands for such a GPU, or Pallas' interpreter; or `tiled`, where what is tested is only what follows
+from a result.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +20,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_fa4 import attention, cuda, native, selftest, tiled, why_not
+from jax_fa4 import attention, cuda, native, pallas, selftest, tiled, why_not
 from jax_fa4.attention import passes
 from jax_fa4.emulated import implementation as emulated
+from jax_fa4.pallas import blocks
 from jax_fa4.selftest import SelfTestWarning
 
 EMULATED = {"forward": emulated.forward, "backward": emulated.backward}
+INTERPRETED = {"forward": pallas.forward, "backward": pallas.backward}
+BY_TILED = {"forward": tiled.forward, "backward": tiled.backward}
 
 
 class Gpu:
@@ -34,16 +41,18 @@ class Gpu:
 
 
 B200 = Gpu("10.0", "NVIDIA B200")
+H200 = Gpu("9.0", "NVIDIA H200")
+RTX = Gpu("8.6", "NVIDIA GeForce RTX 3090")
 GPU_SIZES = selftest._SIZES
 
 
 class Runs:
-    """The self-tests' runs of kernels, in the emulator."""
+    """The self-tests' runs of an implementation's kernels, which a CPU computes with the functions `by`."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, module: Any, by: Any) -> None:
         self.count = 0
-        self._monkeypatch = monkeypatch
-        for name in cuda.PASSES:
+        self._monkeypatch, self._passes, self._by = monkeypatch, module.PASSES, by
+        for name in by:
             self.spoil(name)
 
     def spoil(self, name: str, change: Callable[[Any], Any] = lambda results: results) -> None:
@@ -51,24 +60,40 @@ class Runs:
 
         def run(*arguments: Any, **options: Any) -> Any:
             self.count += 1
-            return change(EMULATED[name](*arguments, **options))
+            return change(self._by[name](*arguments, **options))
 
-        self._monkeypatch.setitem(cuda.PASSES, name, cuda.PASSES[name]._replace(run=run))
+        for key, one in self._passes.items():
+            if one.name == name:
+                self._monkeypatch.setitem(self._passes, key, one._replace(run=run))
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
-    """Puts a B200 in the place of the GPU at hand, on which nothing has been tested."""
-    native.emulator()
+def nothing_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fake GPUs are of this process, which has tested nothing on them."""
     cpu = jax.devices("cpu")[0]
     monkeypatch.delenv(selftest.SWITCH, raising=False)
-    monkeypatch.setattr(cuda, "gpu_at_hand", lambda: B200)
     monkeypatch.setattr(selftest, "_is_here", lambda device: True)
     monkeypatch.setattr(selftest, "_put", lambda arrays, device: jax.device_put(arrays, cpu))
     monkeypatch.setattr(selftest, "_SIZES", selftest._Sizes(5, 9, 1, 2))
     monkeypatch.setattr(selftest, "_faults", {})
     monkeypatch.setattr(selftest, "_warned", set())
-    return Runs(monkeypatch)
+
+
+@pytest.fixture
+def runs(nothing_tested: None, monkeypatch: pytest.MonkeyPatch) -> Runs:
+    """Of `cuda`, where a B200 is the GPU at hand."""
+    native.emulator()
+    monkeypatch.setattr(cuda, "gpu_at_hand", lambda: B200)
+    return Runs(monkeypatch, cuda, EMULATED)
+
+
+@pytest.fixture
+def pallas_runs(nothing_tested: None, monkeypatch: pytest.MonkeyPatch) -> Runs:
+    """Of `pallas`, where an RTX 3090 is the GPU at hand, on which the CUDA kernels have been seen."""
+    monkeypatch.setattr(cuda, "gpu_at_hand", lambda: RTX)
+    for file in cuda.KERNELS:
+        monkeypatch.setitem(selftest.SEEN, file, ((8, 6),))
+    return Runs(monkeypatch, pallas, BY_TILED)
 
 
 @pytest.fixture
@@ -299,11 +324,10 @@ def test_kernels_differ_by_dtype_width_and_mask(runs: Runs) -> None:
 
 
 def test_seen_kernels_are_not_tested(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    h200 = Gpu("9.0", "NVIDIA H200")
-    monkeypatch.setattr(cuda, "gpu_at_hand", lambda: h200)
+    monkeypatch.setattr(cuda, "gpu_at_hand", lambda: H200)
     assert calls_in(lowered(jax.grad(loss))) == (1, 1)
-    assert why_not("cuda", *[struct()] * 3, device=h200) is None
-    assert passes(None, *[struct()] * 3, device=h200) == ("cuda", "cuda")
+    assert why_not("cuda", *[struct()] * 3, device=H200) is None
+    assert passes(None, *[struct()] * 3, device=H200) == ("cuda", "cuda")
     assert runs.count == 0
 
 
@@ -370,7 +394,7 @@ def test_at_the_sizes_of_a_gpu(run: Callable[..., Any], runs: Runs, monkeypatch:
     ("gpu", "widths"),
     [
         pytest.param(gpu, widths, id=f"{gpu.device_kind}-{widths}")
-        for gpu in (Gpu("9.0", "NVIDIA H200"), B200)
+        for gpu in (H200, B200)
         for widths in ((64, 64), (96, 96), (128, 128), (192, 128), *([(256, 256)] if gpu is not B200 else []))
     ],
 )
@@ -392,6 +416,187 @@ def test_kernels_for_tensor_cores_pass(
             assert selftest.fault(tested, kernels, dtype, widths, gpu) is None
 
 
+def long(dtype: Any = jnp.bfloat16, width: int = 64) -> jax.ShapeDtypeStruct:
+    """Of a query of a length that no call had before, for which `pallas` is chosen where no CUDA kernel is fast."""
+    return jax.ShapeDtypeStruct((1, 4000 + next(lengths), 4, width), dtype)
+
+
+def traced(function: Callable[..., Any], x: jax.ShapeDtypeStruct | None = None) -> int:
+    """How many passes by `pallas` there are in a program."""
+    return str(jax.make_jaxpr(function)(long() if x is None else x)).count("jax_fa4_pallas[")
+
+
+def triton_calls(function: Callable[..., Any], x: jax.ShapeDtypeStruct) -> int:
+    """How many kernels of `pallas` there are in a program for GPUs."""
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    # From JAX 0.11 Triton's lowering asks for the GPU, and knows few by name.
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), (), abstract_device=device)):
+        return lowered(function, x).count("xla.gpu.triton")
+
+
+def test_pallas_is_tested_once(pallas_runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted, while a call is lowered that names it; the automatic choice has no more to test then."""
+    monkeypatch.setattr(pallas_runs, "_by", INTERPRETED)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SelfTestWarning)
+        assert triton_calls(jax.grad(lambda x: loss(x, implementation="pallas")), long()) == 3
+        assert pallas_runs.count == 2  # one problem has a band and no soft cap
+        assert traced(attend) == 1
+        assert traced(jax.grad(loss)) == 2
+        assert why_not("pallas", *[long()] * 3, is_causal=True, device=RTX) is None
+    assert pallas_runs.count == 2
+    assert set(selftest._faults.values()) == {None}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (nan, r"out is off by inf, more than 0\.0"),
+        (wrong_lse, r"lse is off by 0\.001, more than \d\.\de-0[67]\."),
+        (no_launch, r"RuntimeError: the kernel cannot be launched: too many resources\. They"),
+    ],
+)
+def test_a_fault_of_the_forward_of_pallas(spoil: Callable[[Any], Any], says: str, pallas_runs: Runs) -> None:
+    pallas_runs.spoil("forward", spoil)
+    with pytest.warns(SelfTestWarning) as caught:
+        assert [calls_in(lowered(attend, long())) for _ in range(2)] == [(1, 0)] * 2
+    (warning,) = caught
+    text = str(warning.message)
+    sentence = text.removesuffix(" implementation='cuda' runs in its place.")
+    assert sentence != text
+    assert sentence.startswith(
+        "implementation='pallas' failed its self-test on NVIDIA GeForce RTX 3090 (compute capability 8.6), with the "
+        "kernels fa4_forward_bfloat16_64_64_band of pallas.forward_kernel: "
+    )
+    assert re.search(says, text)
+    count = pallas_runs.count
+    assert why_not("pallas", *[long()] * 3, is_causal=True, device=RTX) == sentence
+    with pytest.raises(NotImplementedError) as raised:
+        triton_calls(lambda x: attend(x, implementation="pallas"), long())
+    assert str(raised.value) == sentence
+    assert passes(None, *[long()] * 3, is_causal=True, device=RTX) == ("cuda", "pallas")
+    assert why_not(None, *[long()] * 3, is_causal=True, device=RTX) is None
+    assert pallas_runs.count == count + 1  # the backward's
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [(wrong_gradient, "the gradient of key is off by"), (no_launch, "RuntimeError: the kernel cannot be launched")],
+)
+def test_a_fault_of_the_backward_of_pallas(spoil: Callable[[Any], Any], says: str, pallas_runs: Runs) -> None:
+    pallas_runs.spoil("backward", spoil)
+    kernels = (
+        "fa4_key_gradients_bfloat16_64_64_band, fa4_query_gradients_bfloat16_64_64_band of pallas.backward_kernels"
+    )
+    with pytest.warns(SelfTestWarning, match=f"with the kernels {kernels}: {says}"):
+        assert traced(jax.grad(loss)) == 1
+    with pytest.raises(NotImplementedError, match=says):
+        triton_calls(jax.grad(lambda x: loss(x, implementation="pallas")), long())
+    assert passes(None, *[long()] * 3, is_causal=True, device=RTX) == ("pallas", "tiled")
+
+
+def test_pallas_turned_off(pallas_runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    pallas_runs.spoil("forward", nan)
+    monkeypatch.setenv(selftest.SWITCH, "0")
+    assert traced(jax.grad(loss)) == 2
+    assert triton_calls(lambda x: attend(x, implementation="pallas"), long()) == 1
+    assert pallas_runs.count == 0
+
+
+def test_seen_pallas_is_not_tested(pallas_runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "gpu_at_hand", lambda: H200)
+    x = long(np.float32)
+    assert traced(jax.grad(loss), x) == 2
+    assert why_not("pallas", x, x, x, is_causal=True, device=H200) is None
+    assert pallas_runs.count == 0
+
+
+def test_interpreted_pallas_is_not_tested(pallas_runs: Runs) -> None:
+    """A CPU beside a GPU on which the kernels are wrong."""
+    pallas_runs.spoil("forward", nan)
+    x = np.random.default_rng(0).standard_normal((1, next(lengths), 2, 64)).astype(jnp.bfloat16)
+    assert why_not("pallas", x, x, x, device=jax.devices("cpu")[0]) is None
+    got, want = (attend(x, implementation=name).astype(np.float32) for name in ("pallas", "tiled"))
+    np.testing.assert_allclose(got, want, rtol=0.02, atol=0.02)
+    assert pallas_runs.count == 0
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ("scan", "vmap") else pytest.param(name, marks=pytest.mark.slow) for name in TRANSFORMED]
+)
+def test_pallas_inside_of_transformations(name: str, pallas_runs: Runs) -> None:
+    pallas_runs.spoil("forward", nan)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        passes_of_pallas = traced(TRANSFORMED[name])
+    assert passes_of_pallas == ("grad" in name or name in ("remat", "second derivative"))
+    assert [warning.category for warning in caught] == [SelfTestWarning]
+
+
+def test_what_runs_in_the_place_of_what(pallas_runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an H200's kernels for tensor cores `pallas`, and `tiled` of that; each warns by itself."""
+    monkeypatch.setattr(cuda, "gpu_at_hand", lambda: H200)
+    monkeypatch.setattr(selftest, "SEEN", {})
+    Runs(monkeypatch, cuda, BY_TILED).spoil("forward", no_launch)
+    with pytest.warns(SelfTestWarning, match=r"^implementation='cuda' .* implementation='pallas' runs in its place\.$"):
+        assert traced(attend) == 1
+    selftest._faults.clear()
+    selftest._warned.clear()
+    pallas_runs.spoil("forward", nan)
+    with pytest.warns(SelfTestWarning) as caught:
+        assert traced(attend) == 0
+    texts = [str(warning.message) for warning in caught]
+    assert [text.partition(" failed")[0] for text in texts] == ["implementation='cuda'", "implementation='pallas'"]
+    assert all(text.endswith(" implementation='tiled' runs in its place.") for text in texts)
+    x = np.random.default_rng(0).standard_normal((1, next(lengths), 2, 64)).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(attend(x), attend(x, implementation="tiled"))
+
+
+def rounded(x: Any) -> Any:
+    """To TF32's 10 bits of mantissa, the operands of products."""
+    return jax.tree.map(lambda x: jax.lax.reduce_precision(x, 8, 10) if x.ndim == 4 else x, x)
+
+
+def one_key_less(problem: Any, operands: Any) -> Any:
+    return without_the_last_key(problem, rounded(operands))
+
+
+@pytest.mark.parametrize(
+    ("run", "right"),
+    [
+        (lambda problem, operands: tiled.forward(problem, rounded(operands)), "tf32"),
+        (tiled.forward, "both"),
+        (one_key_less, "none"),
+    ],
+    ids=["tf32", "float32", "wrong"],
+)
+def test_products_of_tf32(run: Any, right: str, pallas_runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where TF32 is allowed for float32, it is no fault; where it is not it is one. They are different kernels."""
+    monkeypatch.setattr(pallas_runs, "_by", {"forward": run})
+    monkeypatch.setattr(selftest, "_SIZES", GPU_SIZES._replace(rows=40, group=2))
+    reasons = {}
+    for precision in ("tensorfloat32", "highest"):
+        with jax.default_matmul_precision(precision):
+            reasons[precision] = why_not("pallas", *[long(np.float32)] * 3, is_causal=True, device=RTX)
+    assert [name for name, reason in reasons.items() if reason is None] == {
+        "both": ["tensorfloat32", "highest"],
+        "tf32": ["tensorfloat32"],
+        "none": [],
+    }[right], reasons
+
+
+def test_every_kind_of_pallas_kernels_is_reached(pallas_runs: Runs) -> None:
+    """By `python -m jax_fa4`: every row of the table of block sizes, every dtype, every kind of mask."""
+    names = [entry for _, kernels, _, _ in pallas.unseen_kernels(RTX) for _, entry in kernels]
+    assert len(names) == len(set(names))
+    kinds = [f"{mask}{cap}" for mask in ("full", "band", "bounds") for cap in ("", "_softcap")]
+    operands = [f"{dtype}_{width}_{width}" for dtype in ("bfloat16", "tf32") for width in (64, 128, 256)]
+    kernels = [f"fa4_{kernel.replace(' ', '_')}" for kernel in blocks.KERNELS]
+    operands.append("float16_64_64")
+    assert set(names) == {"_".join(x) for x in itertools.product(kernels, operands, kinds)}
+    assert pallas.unseen_kernels(H200) == []
+
+
 @pytest.fixture
 def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretends that nothing has been seen on any GPU."""
@@ -402,17 +607,20 @@ def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("unseen")
+@pytest.mark.parametrize("implementation", ["cuda", "pallas"])
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, np.float32])
-def test_on_a_gpu_that_is_said_to_be_unseen(dtype: Any) -> None:
+def test_on_a_gpu_that_is_said_to_be_unseen(dtype: Any, implementation: str) -> None:
     x = np.random.default_rng(0).standard_normal((1, next(lengths), 2, 64)).astype(dtype)
     want = jax.grad(lambda x: loss(x, implementation="tiled"))(x)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        got = jax.jit(jax.grad(lambda x: loss(x, implementation="cuda")))(x)
+        warnings.simplefilter("error", SelfTestWarning)
+        got = jax.jit(jax.grad(lambda x: loss(x, implementation=implementation)))(x)
     np.testing.assert_allclose(got.astype(np.float32), want.astype(np.float32), rtol=0.05, atol=0.05)
     fast = {(9, 0): "sm90", (10, 0): "sm100", (10, 3): "sm100"}.get(selftest.capability(jax.devices()[0]))
     files = (
-        ["sm80_forward", *["sm80_backward"] * 3]
+        ["pallas.forward_kernel", *["pallas.backward_kernels"] * 2]
+        if implementation == "pallas"
+        else ["sm80_forward", *["sm80_backward"] * 3]
         if fast is None or dtype == np.float32
         else [f"{fast}_forward", "backward_rows", f"{fast}_backward", "backward_rows"]
     )
@@ -422,12 +630,28 @@ def test_on_a_gpu_that_is_said_to_be_unseen(dtype: Any) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("unseen")
-def test_a_planted_fault_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = cuda.PASSES["forward"]
-    monkeypatch.setitem(cuda.PASSES, "forward", right._replace(run=lambda *x: off_by_a_tenth(right.run(*x))))
+def test_pallas_with_tf32_on_a_gpu_that_is_said_to_be_unseen() -> None:
+    """All of one width, whatever `jax.default_matmul_precision` the other tests have."""
+    device = jax.devices()[0]
+    for tested, kernels, dtype, widths in pallas.unseen_kernels(device):
+        if dtype == np.float32 and widths == (64, 64):
+            assert selftest.fault(tested, kernels, dtype, widths, device) is None
+    assert len(selftest._faults) == 12
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("unseen")
+@pytest.mark.parametrize(("implementation", "module"), [("cuda", cuda), ("pallas", pallas)])
+def test_a_planted_fault_on_a_gpu(implementation: str, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, right in module.PASSES.items():
+        if right.name == "forward":
+            run = lambda *x, right=right: off_by_a_tenth(right.run(*x))  # noqa: E731
+            monkeypatch.setitem(module.PASSES, key, right._replace(run=run))
     x = np.random.default_rng(0).standard_normal((1, next(lengths), 2, 64)).astype(jnp.bfloat16)
-    with pytest.warns(SelfTestWarning, match=r"out is off by 0\.1"):
-        got = attend(x)
-    np.testing.assert_array_equal(got, attend(x, implementation="tiled"))
-    with pytest.raises(NotImplementedError, match=r"out is off by 0\.1"):
-        attend(x, implementation="cuda")
+    if implementation == "cuda":
+        with pytest.warns(SelfTestWarning, match=r"out is off by 0\.1"):
+            got = attend(x)
+        want = attend(x, implementation=passes(None, x, x, x, is_causal=True)[0])
+        np.testing.assert_array_equal(got, want)
+    with pytest.raises(NotImplementedError, match=rf"'{implementation}' failed its self-test.*out is off by 0\.1"):
+        attend(x, implementation=implementation)
