@@ -200,7 +200,7 @@ def _print_self_tests() -> Iterator[str]:
             for tested, kernels, dtype, widths in unseen:
                 fault = selftest.fault(tested, kernels, dtype, widths, device)
                 entries = ", ".join(entry for _, entry in kernels)
-                print(f"  {entries:100} {'right' if fault is None else 'WRONG'}", flush=True)
+                print(f"  {entries:105} {'right' if fault is None else 'WRONG'}", flush=True)
                 if fault is not None:
                     yield fault
 

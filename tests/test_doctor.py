@@ -15,7 +15,7 @@ import oracle
 import pytest
 
 import jax_fa4
-from jax_fa4 import cuda, doctor, native, selftest
+from jax_fa4 import cuda, doctor, native, pallas, selftest
 
 Captured = pytest.CaptureFixture[str]
 
@@ -57,7 +57,8 @@ def test_the_report(capsys: Captured) -> None:
     assert lines[-1] == WELL
     assert any(line.startswith("Python ") and f"jax {jax.__version__}" in line for line in lines)
     assert any("sm80_forward for " in line for line in lines)
-    assert any(line.endswith("sm80_forward on GPUs of compute capability 9.0") for line in lines)
+    for file in ("sm80_forward", "pallas.forward_kernel", "pallas.backward_kernels"):
+        assert any(line.endswith(f" {file} on GPUs of compute capability 9.0") for line in lines)
     assert [name for name, _, _ in doctor._MODELS if not any(line.startswith(f"  {name} ") for line in lines)] == []
     assert sum("right  0." in line for line in lines) == number_of_checks()
 
@@ -220,7 +221,8 @@ def test_self_tests(capability: str, fault: str | None, capsys: Captured, monkey
     monkeypatch.setattr(selftest, "fault", test)
     problems = list(doctor._print_self_tests())
     printed = capsys.readouterr().out
-    unseen = [kernels for _, kernels, *_ in cuda.unseen_kernels(gpu)] if capability == "10.0" else []
+    modules = (cuda, pallas) if capability == "10.0" else ()
+    unseen = [kernels for module in modules for _, kernels, *_ in module.unseen_kernels(gpu)]
     assert tested == unseen
     assert problems == [fault] * (len(unseen) if fault else 0)
     assert printed.count("WRONG" if fault else "right") == len(unseen)
@@ -232,6 +234,21 @@ def test_self_tests(capability: str, fault: str | None, capsys: Captured, monkey
     assert list(doctor._print_self_tests()) == []
     assert tested == unseen
     assert (f"{len(unseen)} kernels are neither seen" in capsys.readouterr().out) == bool(unseen)
+
+
+@pytest.mark.parametrize("missing", ["cuda", "pallas"])
+def test_self_tests_of_what_there_is(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the extension, or the backend of Pallas, the kernels of the other."""
+    gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA L4", compute_capability="8.9")
+    tested = []
+    monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
+    monkeypatch.setattr(selftest, "fault", lambda one, *_: tested.append(one.implementation))
+    if missing == "cuda":
+        monkeypatch.setattr(native, "why_not", lambda: "The extension jax_fa4._native is not built.")
+    else:
+        monkeypatch.setattr(pallas, "_missing", "implementation='pallas' needs what is gone.")
+    assert list(doctor._print_self_tests()) == []
+    assert set(tested) == {"cuda", "pallas"} - {missing}
 
 
 def test_the_exit_status_is_mains(monkeypatch: pytest.MonkeyPatch) -> None:
