@@ -155,7 +155,17 @@ def to_layout(x: ArrayLike, layout: Layout, devices: int, *, axis: int = 1) -> A
 
 
 def from_layout(x: ArrayLike, layout: Layout, devices: int, *, axis: int = 1) -> Array:
-    """Undoes `to_layout` of the same arguments."""
+    """Undoes `to_layout`: gives an axis the order of positions again.
+
+    Args:
+      x: what `to_layout` gave.
+      layout: as it was given to `to_layout`.
+      devices: likewise.
+      axis: likewise.
+
+    Raises:
+      ValueError, TypeError: as `to_layout`.
+    """
     x, axis = _checked_axis(x, layout, devices, axis)
     if layout == "striped":
         x = _reshaped(x, axis, (devices, -1), swap=True)
