@@ -123,7 +123,7 @@ def _nvrtc() -> ctypes.CDLL:
     return library
 
 
-def headers_of(source: str, root: Path) -> dict[str, str]:
+def headers_of(source: str, root: Path = ROOT) -> dict[str, str]:
     """The headers that a source includes, directly or not: text by path from the root.
 
     A header is included by its path from the root (`#include "csrc/ptx/copy.h"`), and one that does not exist is left
@@ -353,13 +353,6 @@ def table(kernel: Kernel, target: str, entries: dict[str, Entry]) -> str:
     return "\n".join(lines)
 
 
-def depfile(output: Path, kernel: Kernel, root: Path = ROOT) -> str:
-    """A rule in make's language: the output depends on the source and on every header."""
-    names = [kernel.source, *headers_of(kernel.source, root)]
-    paths = [str(path).replace("$", "$$").replace(" ", "\\ ") for path in (output, *(root / name for name in names))]
-    return f"{paths[0]}: {' '.join(paths[1:])}\n"
-
-
 def installed_folder() -> Path:
     """The folder of kernels in the installed package, which is found without importing it.
 
@@ -383,13 +376,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--target", action="append", metavar="TARGET", help="sm_90a, say; all if none is given")
     parser.add_argument("--output", type=Path, metavar="DIR", help="default: the installed package's jax_fa4/kernels")
     parser.add_argument(
-        "--depfiles", action="store_true", help="also write what each cubin depends on, as <kernel>.<target>.d"
-    )
-    parser.add_argument(
         "--loops", action="store_true", help="also print the registers of each entry's roles, and its loops"
     )
     parser.add_argument(
-        "--list", action="store_true", help="only print kernel, target and files of each, if the compiler is there"
+        "--list",
+        action="store_true",
+        help="only print of each, if the compiler is there: KERNEL TARGET FILE... : SOURCE...",
     )
     options = parser.parse_args(arguments)
     if unknown := set(options.kernels) - set(names):
@@ -406,7 +398,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _nvrtc()
             _wheel_file("nvidia-cuda-nvdisasm", "nvdisasm")
             for kernel, target in pairs:
-                print(kernel.name, target, *kernel.files(target))
+                print(kernel.name, target, *kernel.files(target), ":", kernel.source, *headers_of(kernel.source))
             return
         folder = options.output or installed_folder()
         try:
@@ -420,8 +412,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             (folder / f"{stem}.ptx.xz").unlink(missing_ok=True)
             for name, contents in zip(kernel.files(target), (cubin, ptx), strict=False):
                 (folder / name).write_bytes(lzma.compress(contents))
-            if options.depfiles:
-                (folder / f"{stem}.d").write_text(depfile(folder / kernel.files(target)[0], kernel))
             print(table(kernel, target, entries))
             if options.loops:
                 for name, entry in entries.items():
