@@ -20,6 +20,7 @@ Source: Dao, "FlashAttention-2" (2023), section 3.1.2.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +30,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from jax_fa4 import problem as spec
-from jax_fa4.pallas.blocks import Blocks
+from jax_fa4.pallas.blocks import Blocks, Kernel
 from jax_fa4.pallas.forward_kernel import LOG2_E, cap, dot
 from jax_fa4.pallas.tiling import Tiling, call
 
@@ -168,7 +169,7 @@ def _weights(
 
 def backward(
     problem: spec.Problem,
-    blocks: dict[str, Blocks],
+    blocks: Mapping[Kernel, Blocks],
     interpret: bool,
     operands: spec.Operands,
     out: Array,
@@ -178,17 +179,16 @@ def backward(
     dlse: Array | None,
 ) -> spec.Gradients:
     """Gradients of `forward.forward`; `blocks` are those of "key gradients" and of "query gradients"."""
-    dtype = operands.query.dtype
     statistics = Statistics.of(out, lse, lse_rounding, dout, dlse)
     # Tensor cores take both operands in one dtype. Of wider cotangents they are also given what rounding takes away:
-    # what counts is the difference between delta and dout value^T, which is small where a row has one large weight.
-    douts = [dout.astype(dtype)]
-    if dout.dtype != dtype:
-        douts.append((dout - spec.as_stored(douts[0])).astype(dtype))
+    # what counts is the difference between dout value^T and delta, which is small where a row has one large weight.
+    douts = [dout.astype(operands.query.dtype)]
+    if dout.dtype != douts[0].dtype:
+        douts.append((dout - spec.as_stored(douts[0])).astype(douts[0].dtype))
     query, key, value, scale, *bounds = (x for x in operands if x is not None)
 
-    def run(name: str, kernel: Any) -> Any:
-        tiling = Tiling.of(problem, operands, len(dout), blocks[name], interpret=interpret)
+    def run(name: Kernel, kernel: Any) -> Any:
+        tiling = Tiling.of(problem, operands, len(douts[0]), blocks[name], interpret=interpret)
         over_keys = name == "key gradients"
         arrays = statistics.packed(tiling)
         visits = (tiling.row_visits(*bounds),) if over_keys and bounds else ()
@@ -197,7 +197,7 @@ def backward(
             out_specs = [tiling.part_of_keys(x) for x in results]
         else:
             shares = (tiling.batch, tiling.kv_heads, tiling.row_blocks)
-            results = (jax.ShapeDtypeStruct((tiling.batch, *query.shape[1:]), dtype),)
+            results = (jax.ShapeDtypeStruct((tiling.batch, *query.shape[1:]), query.dtype),)
             results += (jax.ShapeDtypeStruct(shares, np.float32),)
             out_specs = [tiling.part_of_rows(results[0]), tiling.one_of_blocks()]
         return call(
