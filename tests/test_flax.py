@@ -1,4 +1,4 @@
-"""`jax_fa4.flax` in the layers of Flax, and beside Flax's own attention functions; the documentation's code.
+"""`jax_fa4.flax` in the layers of Flax, and beside Flax's own attention functions.
 
 Tolerances are those of `oracle.Expected`, with Flax's own computation in place of jax.nn's: twice its error against
 float64, its largest over a tensor because single elements have none by luck, and rounding.
@@ -12,7 +12,6 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -792,25 +791,3 @@ def test_vmap_over_masks() -> None:
     masks = jnp.stack([CAUSAL, HOLES, PADDING])
     got = jax.vmap(lambda mask: attention_fn(q, q, q, mask=mask))(masks)
     np.testing.assert_allclose(got, jnp.stack([exact(q, q, q, mask=mask) for mask in masks]), rtol=0, atol=2e-6)
-
-
-# Documentation
-
-
-def test_documentation() -> None:
-    """Every block of code in docs/flax.md runs, one after the other, as one program."""
-    text = (Path(__file__).parents[1] / "docs/flax.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == text.count("```python") == text.count("```") // 2
-    namespace: dict[str, Any] = {}
-    missing = None
-    for block in blocks:
-        if "import equinox" in block:
-            try:
-                import equinox  # noqa: F401
-            except ImportError as error:
-                missing = f"all but the block of Equinox ran: {error}"
-                continue
-        exec(compile(block, "docs/flax.md", "exec"), namespace)
-    if missing:
-        pytest.skip(missing)
