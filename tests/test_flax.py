@@ -491,6 +491,8 @@ def test_the_emulated_kernels_take_flax_masks() -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dropout": ({"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}, "dropout_rate must be 0 where deterministic"),
+    "dropout of no flag": ({"dropout_rate": 0.1, "deterministic": "no"}, "deterministic must be True or False.* 'no'"),
+    "causal of no flag": ({"is_causal": "no"}, "is_causal must be True or False.* 'no'"),
     "module": ({"module": nnx.Module()}, "module must be None, but got Module: .* sow_weights"),
     "precision": ({"precision": lax.Precision.HIGHEST}, "precision must be None or .* jax.default_matmul_precision"),
     "precision by name": ({"precision": "highest"}, "precision must be None .* but got 'highest'"),
@@ -544,6 +546,11 @@ def test_refused(name: str) -> None:
     with pytest.raises((NotImplementedError, ValueError, TypeError), match=sentence) as caught:
         attention_fn(**arguments)
     assert attention_fn.why_not(None, **arguments) == str(caught.value)
+
+
+def test_a_traced_dropout_rate_is_refused() -> None:
+    with pytest.raises(TypeError, match="dropout_rate must be a number, known when tracing"):
+        jax.jit(lambda rate: attention_fn(**operands(), dropout_rate=rate))(0.0)
 
 
 def test_what_asks_for_nothing_is_taken() -> None:
@@ -708,6 +715,8 @@ def test_why_not_of_a_device() -> None:
     struct = jax.ShapeDtypeStruct((2, 9, 4, 64), jnp.bfloat16)
     cpu = jax.devices("cpu")[0]
     assert "needs an NVIDIA GPU" in attention_fn.why_not("cuda", struct, struct, struct, device=cpu)
+    with pytest.raises(TypeError, match=r"device must be a jax\.Device.* got 'gpu'"):
+        attention_fn.why_not("cuda", struct, struct, struct, device="gpu")
 
 
 @pytest.mark.gpu
