@@ -88,7 +88,7 @@ def check(
         raise ValueError(f"{given} was given without {missing}: give both or neither.")
 
     left, right = _window(local_window_size)
-    if _flag("is_causal", is_causal):
+    if flag("is_causal", is_causal):
         right = 0 if right is None else min(right, 0)
     offset, offsets = _offset(query_offset, batch, keys - rows)
     integers = functools.partial(_integers, batched=batched)
@@ -114,11 +114,17 @@ def check(
         offset=offset,
         default_scale=scale is None,
         softcap=_softcap(softcap, spec.compute_dtype(q.dtype)),
-        deterministic=_flag("deterministic", deterministic),
+        deterministic=flag("deterministic", deterministic),
         implementation=implementation,
-        return_residual=_flag("return_residual", return_residual),
+        return_residual=flag("return_residual", return_residual),
     )
     return call, arrays
+
+
+def check_device(device: Any) -> None:
+    """Raises TypeError unless `device` is None or looks like a `jax.Device`."""
+    if device is not None and not hasattr(device, "platform"):
+        raise TypeError(f"device must be a jax.Device, such as jax.devices()[0], or None, but got {_kind(device)}.")
 
 
 def as_array(name: str, x: Any) -> Array:
@@ -193,7 +199,8 @@ def _dense(name: str, x: Any, shape: tuple[int, int, int, int]) -> Array | None:
     return array.reshape((1,) * (4 - array.ndim) + array.shape)
 
 
-def _flag(name: str, x: Any) -> bool:
+def flag(name: str, x: Any) -> bool:
+    """`x` as a bool; raises TypeError for what is no constant, or neither True nor False."""
     if isinstance(x, jax.core.Tracer) or not isinstance(x, bool | int | np.bool_ | np.integer) or int(x) not in (0, 1):
         raise TypeError(f"{name} must be True or False, known when tracing, but got {_kind(x)}.")
     return bool(x)
@@ -227,7 +234,10 @@ def _offset(offset: Any, batch: int, end: int) -> tuple[int | None, Array | None
         return end, None
     if isinstance(offset, int | np.integer) and not isinstance(offset, bool):
         return int(offset), None
-    array = as_array("query_offset", offset)
+    try:
+        array = as_array("query_offset", offset)
+    except TypeError:
+        raise TypeError(f"query_offset must be an array of int32, an int or 'end', but got {_kind(offset)}.") from None
     if array.dtype != np.int32 or array.shape not in ((), (batch,)):
         raise ValueError(
             f"query_offset must be an int, an int32 array of shape () or (B,) = ({batch},), or 'end', "

@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 
 from jax_fa4 import autodiff, cuda, dispatch, sharding
 from jax_fa4 import problem as spec
-from jax_fa4.arguments import Call, check
+from jax_fa4.arguments import Call, check, check_device
 
 
 @overload
@@ -160,8 +160,9 @@ def why_not(
       **arguments: the other arguments of `attention`.
 
     Raises:
-      TypeError: `attention` has no argument of that name.
+      TypeError: `attention` has no argument of that name, or `device` is none.
     """
+    check_device(device)
     try:
         passes(implementation, query, key, value, device=device, **arguments)
     except (ValueError, TypeError, NotImplementedError) as error:

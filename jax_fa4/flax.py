@@ -24,7 +24,7 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_fa4.arguments import as_array
+from jax_fa4.arguments import as_array, check_device, flag
 from jax_fa4.attention import attention, why_not
 
 _ArrayOrStruct = ArrayLike | jax.ShapeDtypeStruct
@@ -219,8 +219,9 @@ class AttentionFn:
           The sentence of the error that the call would raise with this implementation.
 
         Raises:
-          TypeError: the call has no argument of that name.
+          TypeError: the call has no argument of that name, or `device` is none.
         """
+        check_device(device)
         chosen = dataclasses.replace(self, implementation=implementation)
         bound = inspect.signature(chosen).bind(query, key, value, bias, mask, **arguments)
         bound.apply_defaults()
@@ -262,7 +263,10 @@ class AttentionFn:
     ) -> _Call:
         """Checks a call's arguments and turns them into those of `jax_fa4.attention`."""
         del broadcast_dropout, dropout_rng, force_fp32_for_softmax  # of no effect, as their descriptions say
-        if dropout_rate and not deterministic:
+        if isinstance(dropout_rate, jax.core.Tracer):
+            raise TypeError("dropout_rate must be a number, known when tracing, but got a traced array.")
+        is_causal = flag("is_causal", is_causal)
+        if dropout_rate and not flag("deterministic", deterministic):
             raise NotImplementedError(
                 f"dropout_rate must be 0 where deterministic is False, but got {dropout_rate!r}: "
                 "there is no dropout of attention weights."

@@ -30,7 +30,7 @@ from jax.typing import ArrayLike
 
 from jax_fa4 import autodiff, dispatch, reference
 from jax_fa4 import problem as spec
-from jax_fa4.arguments import Call, check
+from jax_fa4.arguments import Call, as_array, check
 from jax_fa4.attention import apply_sinks
 
 Layout = Literal["contiguous", "zigzag", "striped"]
@@ -155,7 +155,17 @@ def to_layout(x: ArrayLike, layout: Layout, devices: int, *, axis: int = 1) -> A
 
 
 def from_layout(x: ArrayLike, layout: Layout, devices: int, *, axis: int = 1) -> Array:
-    """Undoes `to_layout` of the same arguments."""
+    """Undoes `to_layout`: gives an axis the order of positions again.
+
+    Args:
+      x: what `to_layout` gave.
+      layout: as it was given to `to_layout`.
+      devices: likewise.
+      axis: likewise.
+
+    Raises:
+      ValueError, TypeError: as `to_layout`.
+    """
     x, axis = _checked_axis(x, layout, devices, axis)
     if layout == "striped":
         x = _reshaped(x, axis, (devices, -1), swap=True)
@@ -175,9 +185,9 @@ def _reshaped(x: Array, axis: int, sizes: tuple[int, int], *, swap: bool = False
 
 
 def _checked_axis(x: ArrayLike, layout: Layout, devices: int, axis: int) -> tuple[Array, int]:
-    x = jnp.asarray(x)
+    x = jnp.asarray(x) if jax.config.jax_enable_x64 else as_array("x", x)  # type: ignore[attr-defined]
     for name, number in (("axis", axis), ("devices", devices)):
-        if not isinstance(number, int | np.integer):
+        if not isinstance(number, int | np.integer) or isinstance(number, bool):
             raise TypeError(f"{name} must be an int, but got {number!r}.")
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"axis must be one of the {x.ndim} axes of x, but got {axis} for shape {x.shape}.")
@@ -207,13 +217,15 @@ def _devices(axis_name: Any) -> int:
     try:
         repeated = len(set(names)) < len(names)
         devices = int(lax.axis_size(axis_name))
-    except (NameError, TypeError) as error:
+    except (NameError, TypeError, ValueError) as error:
         raise ValueError(
             "axis_name must be a mesh axis of a jax.shard_map around the call, or a tuple of several, but got "
             f"{axis_name!r}, which is not bound here."
         ) from error
     if repeated:
         raise ValueError(f"axis_name must not name a mesh axis twice, but got {axis_name!r}.")
+    if not names:
+        raise ValueError("axis_name must name a mesh axis, but got ().")
     return devices
 
 

@@ -91,6 +91,17 @@ def compute_dtype(dtype: jax.typing.DTypeLike) -> np.dtype:
     return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
 
 
+def as_stored(x: Array) -> Array:
+    """An array in the compute dtype, with the numbers that a kernel reads from it.
+
+    Where an array was rounded to 16 bits, XLA may go back to what it was before (`xla_allow_excess_precision`): of two
+    readers, one would see other numbers. The exponent keeps its range: where float16 is subnormal, it is less precise
+    than what comes out here.
+    """
+    wide = x.astype(compute_dtype(x.dtype))
+    return wide if x.dtype.itemsize > 2 else lax.reduce_precision(wide, 8, jnp.finfo(x.dtype).nmant)
+
+
 def out_dtype(problem: Problem, operands: Operands) -> np.dtype:
     """The dtype of out: query's, unless it is asked for in the compute dtype."""
     dtype = operands.query.dtype

@@ -231,7 +231,7 @@ OFFSETS = {
         ("of_2_axes", i32(B, 1), "(2, 1)"),
         ("uint32", np.zeros(B, np.uint32), "uint32"),
     ]
-}
+} | {"query_offset_None": Bad(TypeError, {"query_offset": None}, ("int", "'end'", "NoneType"))}
 FLAGS = {
     f"{name}_{label}": Bad(TypeError, {name: flag}, ("True or False", given))
     for name in ("is_causal", "deterministic", "return_residual")
@@ -315,6 +315,11 @@ def test_why_not_says_the_same(name: str) -> None:
     is_struct = lambda name, x: name not in STATIC and _is_array(x)  # noqa: E731
     structs = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_struct(n, x) else x for n, x in arguments.items()}
     assert why_not(**{"implementation": None} | structs) == want
+
+
+def test_why_not_of_no_device() -> None:
+    with pytest.raises(TypeError, match=r"device must be a jax\.Device.* got 'gpu'"):
+        why_not(None, **GOOD, device="gpu")
 
 
 def _is_array(x: Any) -> bool:

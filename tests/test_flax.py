@@ -1,4 +1,4 @@
-"""`jax_fa4.flax` in the layers of Flax, and beside Flax's own attention functions; the documentation's code.
+"""`jax_fa4.flax` in the layers of Flax, and beside Flax's own attention functions.
 
 Tolerances are those of `oracle.Expected`, with Flax's own computation in place of jax.nn's: twice its error against
 float64, its largest over a tensor because single elements have none by luck, and rounding.
@@ -12,7 +12,6 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -492,6 +491,8 @@ def test_the_emulated_kernels_take_flax_masks() -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dropout": ({"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}, "dropout_rate must be 0 where deterministic"),
+    "dropout of no flag": ({"dropout_rate": 0.1, "deterministic": "no"}, "deterministic must be True or False.* 'no'"),
+    "causal of no flag": ({"is_causal": "no"}, "is_causal must be True or False.* 'no'"),
     "module": ({"module": nnx.Module()}, "module must be None, but got Module: .* sow_weights"),
     "precision": ({"precision": lax.Precision.HIGHEST}, "precision must be None or .* jax.default_matmul_precision"),
     "precision by name": ({"precision": "highest"}, "precision must be None .* but got 'highest'"),
@@ -545,6 +546,11 @@ def test_refused(name: str) -> None:
     with pytest.raises((NotImplementedError, ValueError, TypeError), match=sentence) as caught:
         attention_fn(**arguments)
     assert attention_fn.why_not(None, **arguments) == str(caught.value)
+
+
+def test_a_traced_dropout_rate_is_refused() -> None:
+    with pytest.raises(TypeError, match="dropout_rate must be a number, known when tracing"):
+        jax.jit(lambda rate: attention_fn(**operands(), dropout_rate=rate))(0.0)
 
 
 def test_what_asks_for_nothing_is_taken() -> None:
@@ -709,6 +715,8 @@ def test_why_not_of_a_device() -> None:
     struct = jax.ShapeDtypeStruct((2, 9, 4, 64), jnp.bfloat16)
     cpu = jax.devices("cpu")[0]
     assert "needs an NVIDIA GPU" in attention_fn.why_not("cuda", struct, struct, struct, device=cpu)
+    with pytest.raises(TypeError, match=r"device must be a jax\.Device.* got 'gpu'"):
+        attention_fn.why_not("cuda", struct, struct, struct, device="gpu")
 
 
 @pytest.mark.gpu
@@ -792,25 +800,3 @@ def test_vmap_over_masks() -> None:
     masks = jnp.stack([CAUSAL, HOLES, PADDING])
     got = jax.vmap(lambda mask: attention_fn(q, q, q, mask=mask))(masks)
     np.testing.assert_allclose(got, jnp.stack([exact(q, q, q, mask=mask) for mask in masks]), rtol=0, atol=2e-6)
-
-
-# Documentation
-
-
-def test_documentation() -> None:
-    """Every block of code in docs/flax.md runs, one after the other, as one program."""
-    text = (Path(__file__).parents[1] / "docs/flax.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == text.count("```python") == text.count("```") // 2
-    namespace: dict[str, Any] = {}
-    missing = None
-    for block in blocks:
-        if "import equinox" in block:
-            try:
-                import equinox  # noqa: F401
-            except ImportError as error:
-                missing = f"all but the block of Equinox ran: {error}"
-                continue
-        exec(compile(block, "docs/flax.md", "exec"), namespace)
-    if missing:
-        pytest.skip(missing)

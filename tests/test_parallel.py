@@ -630,6 +630,8 @@ BAD: dict[str, tuple[type[Exception], dict[str, Any], str]] = {
     "no axis": (ValueError, {"axis_name": None}, "axis_name.*None"),
     "list of axes": (ValueError, {"axis_name": ["ring"]}, r"axis_name.*tuple.*\['ring'\]"),
     "axis twice": (ValueError, {"axis_name": ("ring", "ring")}, r"axis_name.*twice.*\('ring', 'ring'\)"),
+    "no axes": (ValueError, {"axis_name": ()}, r"axis_name must name a mesh axis, but got \(\)"),
+    "axis by number": (ValueError, {"axis_name": 0}, "axis_name.*got 0"),
     "length": (
         ValueError,
         {name: np.zeros((2, 7, 2, 4), np.float32) for name in GOOD} | {"layout": "zigzag"},
@@ -675,9 +677,15 @@ def test_bad_layouts(function: Callable[..., Array]) -> None:
     ):
         with pytest.raises(ValueError, match=words):
             function(x, **options)
-    for name, wrong in (("devices", 2.0), ("devices", None), ("axis", None)):
+    for name, wrong in (("devices", 2.0), ("devices", True), ("devices", None), ("axis", None)):
         with pytest.raises(TypeError, match=f"{name} must be an int, but got {wrong}"):
             function(x, **{"layout": "striped", "devices": 2, name: wrong})
+    with pytest.raises(
+        ValueError, match=r"x must hold integers that fit in int32, but got some from 0 to 1099511627776"
+    ):
+        function(np.array([[0, 2**40]]), "striped", 2)
+    with pytest.raises(TypeError, match="x must be an array, but got 'abc'"):
+        function("abc", "striped", 2)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("heads", [None, "heads"])

@@ -34,7 +34,12 @@ class EmulationError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Pointer:
-    """The address of a byte of an array, as an argument or inside a struct."""
+    """The address of a byte of an array, as an argument or inside a struct.
+
+    Attributes:
+      array: C-contiguous global memory.
+      offset: of the byte, from the array's first.
+    """
 
     array: np.ndarray
     offset: int = 0
@@ -80,12 +85,19 @@ class Run:
     trace: Any = None
 
     def check(self) -> None:
-        """Raises EmulationError if there are reports."""
+        """Does nothing if there are no reports.
+
+        Raises:
+          EmulationError: there are; its message holds all of them.
+        """
         if self.reports:
             raise EmulationError("\n\n".join(map(str, self.reports)))
 
     def save_trace(self, path: str | Path) -> None:
         """Writes the trace as JSON that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+        Args:
+          path: of the file.
 
         Raises:
           ValueError: the launch recorded no trace.

@@ -228,13 +228,15 @@ def _run_backward(
     _refuse_faulty("backward", problem, interpret, operands)
     widths = [x.shape[3] for x in operands[:3]]
     operands, out, dout = _at_least_one_wide((operands, out, dout))
-    found = {kernel: _blocks(kernel, interpret, operands) for kernel in ("key gradients", "query gradients")}
+    kernels: tuple[blocks.Kernel, ...] = ("key gradients", "query gradients")
+    parts = 1 if dout.dtype == operands.query.dtype else 2
+    found = {kernel: _blocks(kernel, interpret, operands, parts) for kernel in kernels}
     gradients = backward_kernels.backward(problem, found, interpret, operands, out, lse, lse_rounding, dout, dlse)
     query, key, value = (x[..., :width] for x, width in zip(gradients[:3], widths, strict=True))
     return spec.Gradients(query, key, value, gradients.scale)
 
 
-def _blocks(kernel: blocks.Kernel, interpret: bool, operands: spec.Operands) -> blocks.Blocks:
+def _blocks(kernel: blocks.Kernel, interpret: bool, operands: spec.Operands, dout_parts: int = 1) -> blocks.Blocks:
     """For the GPU at hand, which stands for all; without one, for the GPUs that have least."""
     capability = None
     if not interpret:
@@ -242,7 +244,8 @@ def _blocks(kernel: blocks.Kernel, interpret: bool, operands: spec.Operands) -> 
         capability = _LEAST if device is None else selftest.capability(device)
     (_, tokens, heads, width), (_, keys, kv_heads, _) = operands.query.shape, operands.key.shape
     widths = width, operands.value.shape[3]
-    return blocks.blocks(kernel, capability, widths, operands.query.dtype, tokens * heads // kv_heads, keys)
+    rows, dtype = tokens * heads // kv_heads, operands.query.dtype
+    return blocks.blocks(kernel, capability, widths, dtype, rows, keys, dout_parts)
 
 
 def _at_least_one_wide(arrays: Any) -> Any:

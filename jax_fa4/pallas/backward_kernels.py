@@ -20,6 +20,7 @@ Source: Dao, "FlashAttention-2" (2023), section 3.1.2.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +30,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from jax_fa4 import problem as spec
-from jax_fa4.pallas.blocks import Blocks
+from jax_fa4.pallas.blocks import Blocks, Kernel
 from jax_fa4.pallas.forward_kernel import LOG2_E, cap, dot
 from jax_fa4.pallas.tiling import Tiling, call
 
@@ -48,7 +49,7 @@ class Statistics(NamedTuple):
     def of(cls, out: Array, lse: Array, lse_rounding: Array | None, dout: Array, dlse: Array | None) -> Statistics:
         """Statistics (B, T, N)."""
         some = lse != -jnp.inf
-        delta = jnp.where(some[..., None], dout.astype(np.float32) * out.astype(np.float32), 0).sum(-1)
+        delta = jnp.where(some[..., None], spec.as_stored(dout) * out.astype(np.float32), 0).sum(-1)
         if dlse is not None:
             delta -= jnp.where(some, dlse, 0).astype(np.float32)
         rounding = jnp.zeros_like(lse) if lse_rounding is None else lse_rounding * np.float32(LOG2_E)
@@ -66,11 +67,11 @@ class Statistics(NamedTuple):
         return Statistics(pack(self.lse, np.inf), pack(self.rounding_log2, 0), pack(self.delta, 0))
 
 
-def _key_kernel(tiling: Tiling, softcap: float | None, *refs: Any) -> None:
-    """Gradients of one block of keys and values, from logits (C, R)."""
-    scale_ref, query_ref, key_ref, value_ref, dout_ref, *refs_left = refs
-    *statistics_and_bounds, dkey_ref, dvalue_ref = refs_left
-    statistics, bounds = statistics_and_bounds[:3], statistics_and_bounds[3:5]
+def _key_kernel(tiling: Tiling, softcap: float | None, parts: int, *refs: Any) -> None:
+    """Gradients of one block of keys and values, from logits (C, R); dout is a sum of `parts` arrays."""
+    scale_ref, query_ref, key_ref, value_ref, *refs_left, dkey_ref, dvalue_ref = refs
+    dout_refs, statistics = refs_left[:parts], refs_left[parts : parts + 3]
+    bounds, visits = refs_left[parts + 3 : parts + 5], refs_left[parts + 5 :]
     block = pl.program_id(0)  # under causality most rows see the first keys, which start first
     exist = None if tiling.keys % tiling.blocks.keys == 0 else (0, tiling.keys)
     key = tiling.load_keys(key_ref, block, tiling.width, exist)
@@ -86,11 +87,12 @@ def _key_kernel(tiling: Tiling, softcap: float | None, *refs: Any) -> None:
             # What rows hold that see nothing, even NaN, must not matter.
             some = lse != jnp.inf if masked else None
             query = tiling.load_rows(query_ref, rows, tiling.width, some)
-            dout = tiling.load_rows(dout_ref, rows, tiling.value_width, some)
+            dout, *rest = (tiling.load_rows(ref, rows, tiling.value_width, some) for ref in dout_refs)
             visible = tiling.sees(rows.across(), position) if masked else None
             logits = dot(key, query.T) * scale
+            dweights = sum((dot(value, x.T) for x in rest), dot(value, dout.T))
             weights, dlogits = _weights(
-                tiling, softcap, logits, dot(value, dout.T), lse[None], rounding_log2[None], delta[None], visible
+                tiling, softcap, logits, dweights, lse[None], rounding_log2[None], delta[None], visible
             )
             dkey, dvalue = sums
             dvalue += dot(weights.astype(dout.dtype), dout)
@@ -102,25 +104,27 @@ def _key_kernel(tiling: Tiling, softcap: float | None, *refs: Any) -> None:
         # Bounds in any order: between the first and the last row block that sees the keys, some may not.
         return lax.cond(tiling.some_sees(rows, block), add, lambda sums: sums, sums)
 
-    visit = tiling.visited_rows(block, statistics_and_bounds[5:])
+    visit = tiling.visited_rows(block, visits)
     zeros = tuple(jnp.zeros((tiling.blocks.keys, ref.shape[1]), np.float32) for ref in (key_ref, value_ref))
     dkey, dvalue = tiling.walk_rows(visit, step, zeros)
     tiling.store_keys(dkey_ref, block, dkey * scale, tiling.width)
     tiling.store_keys(dvalue_ref, block, dvalue, tiling.value_width)
 
 
-def _query_kernel(tiling: Tiling, softcap: float | None, *refs: Any) -> None:
-    """Gradients of one block of query rows, and their share of that of the scale, from logits (R, C)."""
-    scale_ref, query_ref, key_ref, value_ref, dout_ref, *refs_left = refs
-    *statistics_and_bounds, dquery_ref, dscale_ref = refs_left
-    statistics, bounds = statistics_and_bounds[:3], statistics_and_bounds[3:]
+def _query_kernel(tiling: Tiling, softcap: float | None, parts: int, *refs: Any) -> None:
+    """Gradients of one block of query rows, and their share of that of the scale, from logits (R, C).
+
+    As in the other kernel, dout is a sum of `parts` arrays.
+    """
+    scale_ref, query_ref, key_ref, value_ref, *refs_left, dquery_ref, dscale_ref = refs
+    dout_refs, statistics, bounds = refs_left[:parts], refs_left[parts : parts + 3], refs_left[parts + 3 :]
     block = tiling.row_blocks - 1 - pl.program_id(0)
     rows = tiling.block_of_rows(block, bounds)
     hull = tiling.hull(block, rows)
     lse, rounding_log2, delta = (tiling.load_numbers(ref, block)[:, None] for ref in statistics)
     some = lse[:, 0] != jnp.inf
     query = tiling.load_rows(query_ref, rows, tiling.width, some)
-    dout = tiling.load_rows(dout_ref, rows, tiling.value_width, some)
+    dout, *rest = (tiling.load_rows(ref, rows, tiling.value_width, some) for ref in dout_refs)
     scale = scale_ref[...]
 
     def step(masked: bool, key_block: Any, dquery: Array) -> Array:
@@ -129,7 +133,8 @@ def _query_kernel(tiling: Tiling, softcap: float | None, *refs: Any) -> None:
         value = tiling.load_keys(value_ref, key_block, tiling.value_width, seen)
         visible = tiling.sees(rows.down(), tiling.key_positions(key_block)[None]) if masked else None
         logits = dot(query, key.T) * scale
-        _, dlogits = _weights(tiling, softcap, logits, dot(dout, value.T), lse, rounding_log2, delta, visible)
+        dweights = sum((dot(x, value.T) for x in rest), dot(dout, value.T))
+        _, dlogits = _weights(tiling, softcap, logits, dweights, lse, rounding_log2, delta, visible)
         return dquery + dot(dlogits.astype(key.dtype), key)
 
     zeros = jnp.zeros((tiling.blocks.rows, query_ref.shape[2]), np.float32)
@@ -164,7 +169,7 @@ def _weights(
 
 def backward(
     problem: spec.Problem,
-    blocks: dict[str, Blocks],
+    blocks: Mapping[Kernel, Blocks],
     interpret: bool,
     operands: spec.Operands,
     out: Array,
@@ -174,14 +179,16 @@ def backward(
     dlse: Array | None,
 ) -> spec.Gradients:
     """Gradients of `forward.forward`; `blocks` are those of "key gradients" and of "query gradients"."""
-    dtype = operands.query.dtype
-    # Tensor cores take both operands in one dtype; delta is that of the cotangents which they are given.
-    dout = dout.astype(dtype)
     statistics = Statistics.of(out, lse, lse_rounding, dout, dlse)
+    # Tensor cores take both operands in one dtype. Of wider cotangents they are also given what rounding takes away:
+    # what counts is the difference between dout value^T and delta, which is small where a row has one large weight.
+    douts = [dout.astype(operands.query.dtype)]
+    if dout.dtype != douts[0].dtype:
+        douts.append((dout - spec.as_stored(douts[0])).astype(douts[0].dtype))
     query, key, value, scale, *bounds = (x for x in operands if x is not None)
 
-    def run(name: str, kernel: Any) -> Any:
-        tiling = Tiling.of(problem, operands, len(dout), blocks[name], interpret=interpret)
+    def run(name: Kernel, kernel: Any) -> Any:
+        tiling = Tiling.of(problem, operands, len(douts[0]), blocks[name], interpret=interpret)
         over_keys = name == "key gradients"
         arrays = statistics.packed(tiling)
         visits = (tiling.row_visits(*bounds),) if over_keys and bounds else ()
@@ -190,19 +197,19 @@ def backward(
             out_specs = [tiling.part_of_keys(x) for x in results]
         else:
             shares = (tiling.batch, tiling.kv_heads, tiling.row_blocks)
-            results = (jax.ShapeDtypeStruct((tiling.batch, *query.shape[1:]), dtype),)
+            results = (jax.ShapeDtypeStruct((tiling.batch, *query.shape[1:]), query.dtype),)
             results += (jax.ShapeDtypeStruct(shares, np.float32),)
             out_specs = [tiling.part_of_rows(results[0]), tiling.one_of_blocks()]
         return call(
-            functools.partial(kernel, tiling, problem.softcap),
+            functools.partial(kernel, tiling, problem.softcap, len(douts)),
             tiling,
             grid_blocks=tiling.key_blocks if over_keys else tiling.row_blocks,
-            operands=(scale, query, key, value, dout, *arrays, *bounds, *visits),
+            operands=(scale, query, key, value, *douts, *arrays, *bounds, *visits),
             in_specs=[
                 tiling.part(scale),
                 tiling.part_of_rows(query),
                 *map(tiling.part_of_keys, (key, value)),
-                tiling.part_of_rows(dout),
+                *map(tiling.part_of_rows, douts),
                 *(tiling.part(x, None, x.shape[2], head_axis=1) for x in arrays),
                 *(tiling.part(x, tiling.tokens) for x in bounds),
                 *(tiling.part(x, *x.shape[1:]) for x in visits),
