@@ -533,6 +533,24 @@ def test_pallas_inside_of_transformations(name: str, pallas_runs: Runs) -> None:
     assert [warning.category for warning in caught] == [SelfTestWarning]
 
 
+def test_what_is_tested_may_ask_for_its_faults(pallas_runs: Runs) -> None:
+    """As implementations do that run on a GPU: inside of a test there are none, and nobody waits."""
+    asked: list[str | None] = []
+
+    def ask(results: Any) -> Any:
+        asked.append(why_not("pallas", *[long()] * 3, is_causal=True, device=RTX))
+        return off_by_a_tenth(results)
+
+    pallas_runs.spoil("forward", ask)
+    thread = threading.Thread(target=lambda: asked.append(why_not("pallas", *[long()] * 3, device=RTX)), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    *inside, outside = asked
+    assert inside == [None]  # the first problem was enough
+    assert "out is off by 0.1" in str(outside)
+
+
 def test_what_runs_in_the_place_of_what(pallas_runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an H200's kernels for tensor cores `pallas`, and `tiled` of that; each warns by itself."""
     monkeypatch.setattr(cuda, "gpu_at_hand", lambda: H200)
