@@ -1,5 +1,4 @@
-"""Hypothesis profiles (`HYPOTHESIS_PROFILE=thorough` for many examples), what becomes of `gpu` and `more` tests, and how
-XLA compiles for the quick set."""
+"""Hypothesis profiles (`HYPOTHESIS_PROFILE=thorough` for many examples), `gpu` and `more` tests, and XLA's flags."""
 
 from __future__ import annotations
 
@@ -16,15 +15,15 @@ settings.register_profile("quick", _common, max_examples=6, derandomize=True, da
 settings.register_profile("thorough", _common, max_examples=500)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
-# Most of the quick set's time is XLA's, in compiling programs that run once on a few numbers. Code that is not optimised
-# is compiled three times as fast; the rest of the tests, which whoever asks for `slow` ones runs, have JAX's own flags.
+# Most of the quick set's time is LLVM's, in compiling programs that run once on a few numbers. Without its optimisations
+# that takes a third. Whoever asks for `slow` tests runs all of them, quick ones too, as JAX compiles by default.
 FAST_COMPILATION = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
 if jax.version.__version_info__ < (0, 11):  # later releases know of no other code generator than this flag's true
     FAST_COMPILATION.append("--xla_cpu_use_fusion_emitters=false")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Sets XLA's flags, before anything is compiled. A process that a test starts has those of its parent."""
+    """Sets XLA's flags, before anything is compiled; a process that a test starts has those of its parent."""
     by_a_test = "PYTEST_CURRENT_TEST" in os.environ
     gpu = Path("/dev/nvidiactl").exists()  # a GPU's programs would not be optimised either
     if config.option.markexpr == "not slow" and not by_a_test and not gpu:
