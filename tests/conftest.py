@@ -15,11 +15,9 @@ settings.register_profile("quick", _common, max_examples=6, derandomize=True, da
 settings.register_profile("thorough", _common, max_examples=500)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
-# Most of the quick set's time is LLVM's, in compiling programs that run once on a few numbers. Without its optimisations
-# that takes a third. Whoever asks for `slow` tests runs all of them, quick ones too, as JAX compiles by default.
-FAST_COMPILATION = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
-if jax.version.__version_info__ < (0, 11):  # later releases know of no other code generator than this flag's true
-    FAST_COMPILATION.append("--xla_cpu_use_fusion_emitters=false")
+# Most of the quick set's time is LLVM's, in compiling programs that run once on a few numbers; without optimisation it
+# is much less. Whoever asks for `slow` tests runs all of them, quick ones too, as JAX compiles by default.
+FAST_COMPILATION = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -27,7 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
     by_a_test = "PYTEST_CURRENT_TEST" in os.environ
     gpu = Path("/dev/nvidiactl").exists()  # a GPU's programs would not be optimised either
     if config.option.markexpr == "not slow" and not by_a_test and not gpu:
-        os.environ["XLA_FLAGS"] = " ".join([*FAST_COMPILATION, os.environ.get("XLA_FLAGS", "")])
+        os.environ["XLA_FLAGS"] = f"{FAST_COMPILATION} {os.environ.get('XLA_FLAGS', '')}"
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
