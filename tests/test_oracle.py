@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
@@ -180,7 +181,7 @@ def test_jax_nn_agrees(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_same_precision_computation_is_that_of_jax_nn(dtype: str) -> None:
-    """Values and gradients, up to the order of float32 sums."""
+    """Values and gradients, up to the order of float32 sums, which seldom turns a rounding of the result."""
     rng = np.random.default_rng(2)
     call = operands(Sizes(2, 33, 70, 6, 2, 16, 16), dtype, rng)
     call |= {"bias": rng.standard_normal((1, 6, 33, 70), np.float32)}
@@ -189,10 +190,12 @@ def test_the_same_precision_computation_is_that_of_jax_nn(dtype: str) -> None:
     theirs = jax_nn_results(call, dout, lambda floats: jax.nn.dot_product_attention(**floats, mask=mask, scale=0.3))
     scale = np.float32(0.3)
     ours = jax_nn_results(call, dout, lambda floats: oracle.jax_nn({**floats, "scale": scale}, mask)[0])
+    spacing = float(jnp.finfo(dtype).eps)
     for name in theirs:
-        np.testing.assert_allclose(
-            np.asarray(ours[name], np.float32), np.asarray(theirs[name], np.float32), rtol=1e-6, atol=1e-6, err_msg=name
-        )
+        got, want = np.asarray(ours[name], np.float32), np.asarray(theirs[name], np.float32)
+        np.testing.assert_allclose(got, want, rtol=max(1e-6, spacing), atol=1e-6, err_msg=name)
+        same = np.isclose(got, want, rtol=1e-6, atol=1e-6)
+        assert same.mean() > 0.999, name
 
 
 @functools.cache
