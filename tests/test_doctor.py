@@ -253,9 +253,11 @@ def test_self_tests_of_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_exit_status_is_mains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "main", lambda: 7)
-    with pytest.raises(SystemExit) as caught:
-        runpy.run_module("jax_fa4", run_name="__main__")
-    assert caught.value.code == 7
+    for arguments, status in (([], 7), (["--help"], 0), (["cuda"], 2)):  # 2: what it does not know is not ignored
+        monkeypatch.setattr(sys, "argv", ["jax_fa4", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            runpy.run_module("jax_fa4", run_name="__main__")
+        assert caught.value.code == status
 
 
 def test_no_device(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
