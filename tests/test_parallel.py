@@ -312,7 +312,7 @@ def test_logarithms_that_are_lost_in_lse() -> None:
         np.testing.assert_allclose(got[name], want[name], rtol=0, atol=2e-6)
 
 
-# XLA of jaxlib 0.11.2 crashes in compiling any gradient of `attention` in a jax.shard_map over empty shards, without a
+# XLA of jaxlib 0.11.2 crashes in compiling the gradient of `attention` in a jax.shard_map over empty shards, without a
 # ring too; 0.10 and 0.12 compile the same program.
 @pytest.mark.skipif(jax.version.__version_info__[:2] == (0, 11), reason="XLA of jaxlib 0.11 crashes on empty shards")
 @needs_devices
