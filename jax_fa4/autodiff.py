@@ -167,7 +167,7 @@ def forward(implementation: ModuleType, problem: spec.Problem, operands: spec.Op
 
 def _call_forward(implementation: ModuleType, problem: spec.Problem, arguments: tuple[spec.Operands]) -> _Results:
     (operands,) = arguments
-    if _is_empty(operands):
+    if operands.is_empty:
         shape = (operands.batch, *operands.query.shape[1:3])
         lse = jnp.full(shape, -jnp.inf, spec.compute_dtype(operands.query.dtype))
         out = jnp.zeros((*shape, operands.value.shape[-1]), spec.out_dtype(problem, operands))
@@ -179,17 +179,12 @@ def _call_backward(
     implementation: ModuleType, problem: spec.Problem, with_bias: bool, arguments: Any
 ) -> spec.Gradients:
     operands, out, lse, rounding, dout, dlse = arguments
-    if _is_empty(operands):
+    if operands.is_empty:
         query, key, value = (jnp.zeros((len(dout), *x.shape[1:]), x.dtype) for x in operands[:3])
         bias = jnp.zeros_like(operands.bias) if with_bias else None
         scale = jnp.zeros(len(dout), operands.scale.dtype)
         return spec.varied_like(operands.query, spec.Gradients(query, key, value, scale, bias))
     return implementation.backward(problem, operands, out, lse, rounding, dout, dlse, with_bias=with_bias)
-
-
-def _is_empty(operands: spec.Operands) -> bool:
-    """Whether no query row or no key exists, so that there is nothing to launch."""
-    return 0 in (operands.batch, *operands.query.shape[1:3], operands.key.shape[1])
 
 
 def _sort(operands: spec.Operands) -> spec.Operands:

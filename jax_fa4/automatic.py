@@ -10,10 +10,9 @@ on GPUs of compute capability 10.x: Triton keeps sums in their tensor memory, an
 
 The plain CUDA kernels multiply on the FMA units, `pallas` and `tiled` on tensor cores; but `tiled` goes through memory
 with every logit, in large blocks whose hidden part is lost time, and each of its steps is a dozen launches. The
-estimates below rest on what an H200 took for the calls of benchmarks/attention.py. For the
-backward of float32 of width 128, where `tiled` may be faster than `pallas`, twelve more calls were timed (jax 0.11.2,
-TF32, 512 to 8192 tokens; no mask, causal, windows): `tiled` took from 0.67 to 8.4 times as long. The estimate takes the
-slower of the two in none.
+estimates below rest on what an H200 took for the calls of benchmarks/attention.py. For the backward of float32 of width
+128, where `tiled` may be faster than `pallas`, twelve more calls were timed (jax 0.11.2, TF32, 512 to 8192 tokens; no
+mask, causal, windows): `tiled` took from 0.67 to 8.4 times as long. The estimate takes the slower of the two in none.
 """
 
 from __future__ import annotations
@@ -164,7 +163,7 @@ def _chosen(
     name: cuda.Pass, problem: spec.Problem, operands: spec.Operands, device: jax.Device | None, *, warn: bool = False
 ) -> ModuleType:
     """What a pass runs on a GPU; without one, what it runs on GPUs elsewhere."""
-    if 0 in (operands.batch, *operands.query.shape[1:3], operands.key.shape[1]):
+    if operands.is_empty:
         return tiled  # nothing runs
     speed = _SPEEDS[name]
     steps, logits = tiled.work_on_accelerators(problem, operands)

@@ -135,9 +135,9 @@ def kernels(name: Pass, problem: spec.Problem, operands: spec.Operands, gpu: sel
     Raises:
       ValueError: there is no kernel for such sizes.
     """
-    (_, rows, heads, _), keys = operands.query.shape, operands.key.shape[1]
-    if 0 in (operands.batch, rows, heads, keys):
+    if operands.is_empty:
         return ()  # no call is made
+    (_, rows, heads, _), keys = operands.query.shape, operands.key.shape[1]
     dtype, float32 = operands.query.dtype.name, "float32"
     query, key, value = ([*x.shape[:3], x.shape[3] or 1] for x in operands[:3])
     lse = [operands.batch, rows, heads]

@@ -72,6 +72,11 @@ class Operands(NamedTuple):
         lengths = [x.shape[0] for x in self if x is not None]
         return 0 if 0 in lengths else max(lengths)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no query row or no key exists, so that there is nothing to launch."""
+        return 0 in (self.batch, *self.query.shape[1:3], self.key.shape[1])
+
 
 class Gradients(NamedTuple):
     """What `backward` returns: float arrays with the full batch axis, but for `bias`, which has its operand's shape.

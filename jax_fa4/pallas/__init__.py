@@ -59,8 +59,11 @@ _EXACT = ("highest", "float32", "F32_F32_F32", "DotAlgorithmPreset.F32_F32_F32")
 
 def precision() -> str:
     """How products of float32 are computed: "highest", or else `selftest.TF32`."""
-    chosen = getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009  (of no type that mypy knows)
-    return "highest" if str(chosen) in _EXACT else selftest.TF32
+    return "highest" if str(_default_precision()) in _EXACT else selftest.TF32
+
+
+def _default_precision() -> Any:
+    return getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009  (of no type that mypy knows)
 
 
 def why_not(problem: spec.Problem, operands: spec.Operands, device: jax.Device | None) -> str | None:
@@ -88,13 +91,12 @@ def kernels(
 ) -> selftest.Kernels:
     """What a pass launches. One text is many kernels: by dtype, widths, kind of mask, with and without a soft cap."""
     del gpu  # the same for all
-    (_, rows, heads, width), (_, keys, _, value_width) = operands.query.shape, operands.value.shape
-    if 0 in (operands.batch, rows, heads, keys):
+    if operands.is_empty:
         return ()
     dtype = operands.query.dtype.name
     numbers = "tf32" if dtype == "float32" and precision == selftest.TF32 else dtype
     mask = "bounds" if operands.lower is not None else "full" if problem.band == (None, None) else "band"
-    of = [numbers, *(str(blocks.padded(x)) for x in (width, value_width)), mask]
+    of = [numbers, *(str(blocks.padded(x.shape[3])) for x in (operands.query, operands.value)), mask]
     of += [] if problem.softcap is None else ["softcap"]
     file, names = _FILES[name]
     return tuple((file, "_".join(["fa4", kernel.replace(" ", "_"), *of])) for kernel in names)
@@ -157,7 +159,7 @@ def _by_platform(run: Callable[..., Any], arguments: Any, types: Any, in_cuda_br
     """
     leaves, tree = jax.tree.flatten(spec.varied(arguments))
     wanted, tree_of_results = jax.tree.flatten(types)
-    precision = getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009  (of no type that mypy knows)
+    precision = _default_precision()
 
     def flat(interpret: bool, *leaves: Array) -> list[Array]:
         with jax.default_matmul_precision(precision):
@@ -210,7 +212,7 @@ def _run_forward(problem: spec.Problem, interpret: bool, operands: spec.Operands
     _refuse_faulty("forward", problem, interpret, operands)
     width = operands.value.shape[3]
     operands = _at_least_one_wide(operands)
-    found = _blocks("forward", interpret, operands)
+    found = _blocks(interpret, operands, "forward")
     out, lse, rounding = forward_kernel.forward(problem, found, interpret, operands)
     return out[..., :width], lse, rounding
 
@@ -228,15 +230,13 @@ def _run_backward(
     _refuse_faulty("backward", problem, interpret, operands)
     widths = [x.shape[3] for x in operands[:3]]
     operands, out, dout = _at_least_one_wide((operands, out, dout))
-    kernels: tuple[blocks.Kernel, ...] = ("key gradients", "query gradients")
-    parts = 1 if dout.dtype == operands.query.dtype else 2
-    found = {kernel: _blocks(kernel, interpret, operands, parts) for kernel in kernels}
-    gradients = backward_kernels.backward(problem, found, interpret, operands, out, lse, lse_rounding, dout, dlse)
+    find = functools.partial(_blocks, interpret, operands)
+    gradients = backward_kernels.backward(problem, find, interpret, operands, out, lse, lse_rounding, dout, dlse)
     query, key, value = (x[..., :width] for x, width in zip(gradients[:3], widths, strict=True))
     return spec.Gradients(query, key, value, gradients.scale)
 
 
-def _blocks(kernel: blocks.Kernel, interpret: bool, operands: spec.Operands, dout_parts: int = 1) -> blocks.Blocks:
+def _blocks(interpret: bool, operands: spec.Operands, kernel: blocks.Kernel, dout_parts: int = 1) -> blocks.Blocks:
     """For the GPU at hand, which stands for all; without one, for the GPUs that have least."""
     capability = None
     if not interpret:

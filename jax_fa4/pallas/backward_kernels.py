@@ -20,7 +20,7 @@ Source: Dao, "FlashAttention-2" (2023), section 3.1.2.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -169,7 +169,7 @@ def _weights(
 
 def backward(
     problem: spec.Problem,
-    blocks: Mapping[Kernel, Blocks],
+    blocks: Callable[[Kernel, int], Blocks],
     interpret: bool,
     operands: spec.Operands,
     out: Array,
@@ -178,7 +178,7 @@ def backward(
     dout: Array,
     dlse: Array | None,
 ) -> spec.Gradients:
-    """Gradients of `forward.forward`; `blocks` are those of "key gradients" and of "query gradients"."""
+    """Gradients of `forward.forward`; `blocks` are those of a kernel, by the number of arrays that dout is split in."""
     statistics = Statistics.of(out, lse, lse_rounding, dout, dlse)
     # Tensor cores take both operands in one dtype. Of wider cotangents they are also given what rounding takes away:
     # what counts is the difference between dout value^T and delta, which is small where a row has one large weight.
@@ -188,7 +188,7 @@ def backward(
     query, key, value, scale, *bounds = (x for x in operands if x is not None)
 
     def run(name: Kernel, kernel: Any) -> Any:
-        tiling = Tiling.of(problem, operands, len(douts[0]), blocks[name], interpret=interpret)
+        tiling = Tiling.of(problem, operands, len(douts[0]), blocks(name, len(douts)), interpret=interpret)
         over_keys = name == "key gradients"
         arrays = statistics.packed(tiling)
         visits = (tiling.row_visits(*bounds),) if over_keys and bounds else ()
