@@ -220,18 +220,10 @@ def _attend(call: Call, arrays: dict[str, Any]) -> tuple[Array, Array]:
     arrays = spec.varied(arrays)
     problem, operands = _pose(call, arrays)
     implementation = dispatch.choose(call.implementation, problem, operands)
-    out, lse = autodiff.attend(implementation, problem, operands)
-    if (sinks := arrays.get("sinks")) is not None:
-        out = apply_sinks(out, lse, sinks).astype(operands.query.dtype)
+    sinks = arrays.get("sinks")
+    sinks = None if sinks is None else sinks.astype(spec.compute_dtype(operands.query.dtype))
+    out, lse = autodiff.attend(implementation, problem, operands, sinks)
     return out, lse.astype(np.float32)
-
-
-def apply_sinks(out: Array, lse: Array, sinks: Array) -> Array:
-    """The share of a softmax that a sink leaves to the keys: exp(lse) / (exp(lse) + exp(sink)); 0 for empty rows."""
-    empty = lse == -jnp.inf
-    # Not sigmoid, whose derivative s * (1 - s) has lost most digits of the sink's own share where that is small.
-    share = jnp.exp(jax.nn.log_sigmoid(jnp.where(empty, 0, lse) - sinks.astype(lse.dtype)[None, None]))
-    return out * jnp.where(empty, 0, share)[..., None]
 
 
 def _pose(call: Call, arrays: dict[str, Any]) -> tuple[spec.Problem, spec.Operands]:
@@ -239,7 +231,7 @@ def _pose(call: Call, arrays: dict[str, Any]) -> tuple[spec.Problem, spec.Operan
     get = arrays.get
     batch, rows = arrays["query"].shape[:2]
     keys = arrays["key"].shape[1]
-    problem = spec.Problem(softcap=call.softcap, deterministic=call.deterministic, wide_out=get("sinks") is not None)
+    problem = spec.Problem(softcap=call.softcap, deterministic=call.deterministic)
     query, key, value = arrays["query"], arrays["key"], arrays["value"]
     # With a width of 0 every logit is 0, whatever the scale.
     scale = 1 / math.sqrt(query.shape[3] or 1) if call.default_scale else arrays["scale"]

@@ -7,6 +7,7 @@ lse as a differentiable result; and a guard that makes forward-mode differentiat
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -30,6 +31,9 @@ _Results = tuple[Array, Array, Array | None]
 Without the last, exp(logits - lse) would miss a row's sum by a factor where |lse| is so large that log(sum) rounds off.
 """
 
+_BackwardArrays = tuple[Array, Array, Array | None, Array, Array | None]
+"""Out, lse and its rounding, and the cotangents of out and of lse if it has one: what a `backward` takes, by row."""
+
 CHECKPOINT_NAMES = ("jax_fa4_out", "jax_fa4_lse")
 """Names of the residuals, for `jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)`.
 
@@ -37,44 +41,107 @@ Under a remat policy that saves them, the forward runs once; under one that does
 """
 
 
-def attend(implementation: ModuleType, problem: spec.Problem, operands: spec.Operands) -> tuple[Array, Array]:
+def attend(
+    implementation: ModuleType, problem: spec.Problem, operands: spec.Operands, sinks: Array | None = None
+) -> tuple[Array, Array]:
     """Runs an implementation under every transformation; returns out (B, T, N, Dv) and lse (B, T, N).
+
+    Sinks (N,) are in the compute dtype. They need nothing of an implementation: see `apply_sinks`.
 
     Reverse-mode derivatives of any order work: the first by the implementation's `backward`, higher ones through
     `reference`. Forward mode raises TypeError unless the implementation is `reference`.
     """
-    operands = spec.varied(operands)
+    operands, sinks = spec.varied((operands, sinks))
     if implementation is reference:
-        return forward(implementation, problem, operands)[:2]
-    guarded = {
-        name: _operand_p.bind(x)
-        for name, x in operands._asdict().items()
-        if x is not None and jnp.issubdtype(x.dtype, jnp.floating)
-    }
-    out, lse, _ = _attend(implementation, problem, operands._replace(**guarded))
+        return forward(implementation, problem, operands, sinks)[:2]
+    guarded = jax.tree.map(
+        lambda x: _operand_p.bind(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, (operands, sinks)
+    )
+    out, lse, _ = _attend(implementation, problem, *guarded)
     return out, lse
 
 
+def apply_sinks(sinks: Array, out: Array, lse: Array, lse_rounding: Array | None) -> Array:
+    """Out with the share of a row's softmax that its sink leaves to the keys: exp(lse) / (exp(lse) + exp(sink)).
+
+    Rows that see nothing stay 0.
+    """
+    share = jnp.exp(jax.nn.log_sigmoid(_over_sinks(sinks, lse, lse_rounding)))
+    return out * jnp.where(lse == -jnp.inf, 0, share)[..., None]  # whatever the cotangent is of a row that sees nothing
+
+
+def under_sinks(
+    sinks: Array, out: Array, lse: Array, lse_rounding: Array | None, dout: Array, dlse: Array | None
+) -> tuple[_BackwardArrays, Array]:
+    """What a `backward` that knows no sinks is given for the gradients under sinks; and the gradient of the sinks.
+
+    Out is scaled by the share of the softmax that a row's keys have, so dout is too. But it must not be rounded: what
+    counts is the difference between dout value^T and delta, which is small where a row has one large weight. So 16-bit
+    cotangents stay what they are, and the weights are scaled. They are exp(logits - total) under sinks, where `total`
+    is the log-sum-exp of a row's logits and its sink. The weights which lse has as its derivatives are others, and so
+    dlse is divided by the share. Where that might overflow, dout is multiplied all the same.
+
+    Args:
+      sinks: (N,), in the compute dtype.
+      out: scaled by `apply_sinks`.
+      lse: without sinks.
+      lse_rounding: of this lse.
+      dout: as `backward` takes it.
+      dlse: likewise.
+
+    Returns:
+      out, lse, its rounding, dout and dlse for `backward`; and the gradient of sinks (N,).
+    """
+    some, over = lse != -jnp.inf, _over_sinks(sinks, lse, lse_rounding)
+    share, wide = jnp.exp(jax.nn.log_sigmoid(over)), jnp.where(some[..., None], spec.as_stored(dout), 0)
+    sink_share = jnp.where(some, jnp.exp(jax.nn.log_sigmoid(-over)), 0)
+    dsinks = -(sink_share * (wide * out.astype(lse.dtype)).sum(-1)).sum((0, 1))
+    scaled = (wide * share[..., None]).astype(dout.dtype)
+    if dout.dtype == lse.dtype:
+        return (out, lse, lse_rounding, scaled, dlse), dsinks
+    top, more = jnp.maximum(lse, sinks[None, None]), jnp.log1p(jnp.exp(-jnp.abs(over)))
+    total = jnp.where(some, top + more, -jnp.inf)
+    rounding = jnp.where(jnp.isfinite(total), more - (total - top), 0)
+    if lse_rounding is not None:
+        rounding += jnp.where(over > 0, lse_rounding, 0)
+    if dlse is not None:
+        faint = share < 2.0**-60
+        rounding = jnp.where(faint, 0 if lse_rounding is None else lse_rounding, rounding)
+        total = jnp.where(faint, lse, total)
+        dout = jnp.where(faint[..., None], scaled, dout)
+        dlse = dlse / jnp.where(faint, 1, share).astype(dlse.dtype)
+    return (out, total, rounding, dout, dlse), dsinks
+
+
+def _over_sinks(sinks: Array, lse: Array, lse_rounding: Array | None) -> Array:
+    """By how much lse exceeds the sinks; 0 for rows that see nothing."""
+    over = jnp.where(lse == -jnp.inf, 0, lse) - sinks[None, None]
+    return over if lse_rounding is None else over + lse_rounding
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(implementation: ModuleType, problem: spec.Problem, operands: spec.Operands) -> _Results:
-    return forward(implementation, problem, operands)
+def _attend(
+    implementation: ModuleType, problem: spec.Problem, operands: spec.Operands, sinks: Array | None
+) -> _Results:
+    return forward(implementation, problem, operands, sinks)
 
 
-def _attend_fwd(implementation: ModuleType, problem: spec.Problem, primals: Any) -> tuple[Any, Any]:
-    operands = jax.tree.map(lambda primal: primal.value, primals)
-    out, lse, rounding = _attend(implementation, problem, operands)
+def _attend_fwd(implementation: ModuleType, problem: spec.Problem, *primals: Any) -> tuple[Any, Any]:
+    operands, sinks = jax.tree.map(lambda primal: primal.value, primals)
+    out, lse, rounding = _attend(implementation, problem, operands, sinks)
     out, (lse, rounding) = map(checkpoint_name, (out, (lse, rounding)), CHECKPOINT_NAMES)
     # Whether the bias's gradient is wanted is static: it travels in the tree structure of the residuals.
-    wants_bias = () if operands.bias is not None and primals.bias.perturbed else None
-    return (out, lse, rounding), (operands, out, lse, rounding, wants_bias)
+    wants_bias = () if operands.bias is not None and primals[0].bias.perturbed else None
+    return (out, lse, rounding), (operands, sinks, out, lse, rounding, wants_bias)
 
 
-def _attend_bwd(implementation: ModuleType, problem: spec.Problem, residuals: Any, cotangents: Any) -> tuple[Any]:
-    *results, wants_bias = residuals
+def _attend_bwd(implementation: ModuleType, problem: spec.Problem, residuals: Any, cotangents: Any) -> tuple[Any, Any]:
+    operands, sinks, out, lse, rounding, wants_bias = residuals
     dout, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents[:2])
-    dout = jnp.zeros_like(results[1]) if dout is None else dout
-    gradients = backward(implementation, problem, wants_bias is not None, *results, dout, dlse)
-    return (spec.Operands(**gradients._asdict()),)
+    dout = jnp.zeros_like(out) if dout is None else dout
+    with_bias = wants_bias is not None
+    gradients, dsinks = backward(implementation, problem, with_bias, operands, sinks, out, lse, rounding, dout, dlse)
+    return spec.Operands(**gradients._asdict()), dsinks
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)
@@ -86,18 +153,33 @@ def backward(
     problem: spec.Problem,
     with_bias: bool,
     operands: spec.Operands,
+    sinks: Array | None,
     out: Array,
     lse: Array,
     lse_rounding: Array | None,
     dout: Array,
     dlse: Array | None,
+) -> tuple[spec.Gradients, Array | None]:
+    """The gradients of the operands, in their shapes and order, and of sinks, from what `forward` returned."""
+    arrays: _BackwardArrays = (out, lse, lse_rounding, dout, dlse)
+    dsinks = None
+    if sinks is not None:
+        arrays, dsinks = under_sinks(sinks, out, lse, lse_rounding, dout, dlse)
+    return _backward(implementation, problem, with_bias, operands, arrays), dsinks
+
+
+def _backward(
+    implementation: ModuleType,
+    problem: spec.Problem,
+    with_bias: bool,
+    operands: spec.Operands,
+    arrays: _BackwardArrays,
 ) -> spec.Gradients:
-    """The gradients with respect to the operands, in their shapes and order, from what `forward` returned."""
+    """The gradients of the operands, without sinks."""
     call = functools.partial(_call_backward, implementation, problem, with_bias)
     rows = operands.query_order
-    arrays = [out, lse, lse_rounding, dout, dlse]
     if rows is not None:
-        arrays = [None if x is None else spec.permute(x, rows, 1) for x in arrays]
+        arrays = jax.tree.map(lambda x: spec.permute(x, rows, 1), arrays)
     gradients = _foldable(call, implementation, sharding.GRADIENTS, one_by_one=with_bias)((_sort(operands), *arrays))
     scale = gradients.scale.reshape(-1, operands.scale.shape[0]).sum(0).astype(operands.scale.dtype)
     gradients = gradients._replace(scale=scale)
@@ -120,40 +202,47 @@ def backward(
 
 def _backward_fwd(
     implementation: ModuleType, problem: spec.Problem, with_bias: bool, *arguments: Any
-) -> tuple[spec.Gradients, Any]:
-    operands, _, _, _, dout, dlse = arguments
-    return backward(implementation, problem, with_bias, *arguments), (operands, dout, dlse)
+) -> tuple[tuple[spec.Gradients, Array | None], Any]:
+    operands, sinks, _, _, _, dout, dlse = arguments
+    return backward(implementation, problem, with_bias, *arguments), (operands, sinks, dout, dlse)
 
 
 def _backward_bwd(
-    implementation: ModuleType, problem: spec.Problem, with_bias: bool, residuals: Any, cotangents: spec.Gradients
+    implementation: ModuleType, problem: spec.Problem, with_bias: bool, residuals: Any, cotangents: Any
 ) -> tuple[Any, ...]:
     """Differentiates the gradients through `reference`, whose derivatives of every order are JAX's own.
 
-    Out and lse are functions of the operands, so the whole derivative is given to the operands.
+    Out and lse are functions of the operands and sinks, so the whole derivative is given to these.
     """
-    operands, dout, dlse = residuals
+    operands, sinks, dout, dlse = residuals
     names = [name for name in spec.Gradients._fields if getattr(operands, name) is not None]
 
-    def gradients(floats: dict[str, Array], dout: Array, dlse: Array | None) -> spec.Gradients:
-        def attend(floats: dict[str, Array]) -> tuple[Array, Array]:
-            out, lse, _ = forward(reference, problem, operands._replace(**floats))
+    def gradients(floats: dict[str, Array], sinks: Array | None, dout: Array, dlse: Array | None) -> Any:
+        def attend(floats: dict[str, Array], sinks: Array | None) -> tuple[Array, Array]:
+            out, lse, _ = forward(reference, problem, operands._replace(**floats), sinks)
             return out, lse.astype(spec.compute_dtype(out.dtype))
 
-        (_, lse), pullback = jax.vjp(attend, floats)
-        (found,) = pullback((dout, jnp.zeros_like(lse) if dlse is None else dlse))
-        return spec.Gradients(**{**found, "bias": found["bias"] if with_bias else None})
+        (_, lse), pullback = jax.vjp(attend, floats, sinks)
+        found, dsinks = pullback((dout, jnp.zeros_like(lse) if dlse is None else dlse))
+        return spec.Gradients(**{**found, "bias": found["bias"] if with_bias else None}), dsinks
 
-    _, pullback = jax.vjp(gradients, {name: getattr(operands, name) for name in names}, dout, dlse)
-    floats, ddout, ddlse = pullback(cotangents)
-    return spec.Operands(**{**dict.fromkeys(spec.Operands._fields), **floats}), None, None, None, ddout, ddlse
+    _, pullback = jax.vjp(gradients, {name: getattr(operands, name) for name in names}, sinks, dout, dlse)
+    floats, dsinks, ddout, ddlse = pullback(cotangents)
+    given = spec.Operands(**{**dict.fromkeys(spec.Operands._fields), **floats})
+    return given, dsinks, None, None, None, ddout, ddlse
 
 
 backward.defvjp(_backward_fwd, _backward_bwd)
 
 
-def forward(implementation: ModuleType, problem: spec.Problem, operands: spec.Operands) -> _Results:
+def forward(
+    implementation: ModuleType, problem: spec.Problem, operands: spec.Operands, sinks: Array | None = None
+) -> _Results:
     """Out, lse and its rounding, in the order of the rows; unlike `attend` without a derivative of its own."""
+    if sinks is not None:
+        wide = dataclasses.replace(problem, wide_out=True)
+        out, lse, rounding = forward(implementation, wide, operands)
+        return apply_sinks(sinks, out, lse, rounding).astype(spec.out_dtype(problem, operands)), lse, rounding
     call = functools.partial(_call_forward, implementation, problem)
     # `reference` is differentiated by JAX itself, which a custom vmap rule would prevent.
     results = (call if implementation is reference else _foldable(call, implementation, sharding.RESULTS))(

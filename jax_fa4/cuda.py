@@ -280,7 +280,7 @@ def call_backward(
     )
     rounding = jnp.zeros_like(lse) if lse_rounding is None else lse_rounding
     dlse = jnp.zeros(0, np.float32) if dlse is None else dlse.astype(np.float32)
-    *found, dscale, _ = place(call, (*_arrays(operands), out, lse, rounding, dout.astype(out.dtype), dlse))
+    *found, dscale, _ = place(call, (*_arrays(operands), out, lse, rounding, dout, dlse))
     dquery, dkey, dvalue = map(_narrowed, found, widths)
     return spec.Gradients(dquery, dkey, dvalue, dscale.sum((1, 2)))
 

@@ -31,7 +31,6 @@ from jax.typing import ArrayLike
 from jax_fa4 import autodiff, dispatch, reference
 from jax_fa4 import problem as spec
 from jax_fa4.arguments import Call, as_array, check
-from jax_fa4.attention import apply_sinks
 
 Layout = Literal["contiguous", "zigzag", "striped"]
 """Which positions of a sequence of length L a device has, of P devices in their order along the axis.
@@ -300,6 +299,7 @@ class _Rows(NamedTuple):
 
     query: Array  # (B, T, N, D)
     scale: Array  # (1,), in the compute dtype
+    sinks: Array | None  # (N,), likewise
     device: Array  # (), int32: which one of the axis this is
     lower: Array | None  # (1 or B, T), int32: row bounds that count positions of the whole sequence
     upper: Array | None
@@ -320,14 +320,13 @@ def _run(
     get, query = arrays.get, arrays["query"]
     lower, upper = _bounds(call, devices, layout, device, arrays)
     keys = _Keys(arrays["key"], arrays["value"], get("key_value_segment_ids"))
-    rows = _Rows(query, arrays["scale"].reshape(1), device, lower, upper, get("query_segment_ids"))
-    problem = spec.Problem(softcap=call.softcap, deterministic=call.deterministic, wide_out=get("sinks") is not None)
+    ids = get("query_segment_ids")
+    rows = _Rows(query, arrays["scale"].reshape(1), arrays["sinks"], device, lower, upper, ids)
+    problem = spec.Problem(softcap=call.softcap, deterministic=call.deterministic)
     like_a_step = spec.Operands(query, keys.key, keys.value, rows.scale, lower, upper)
     implementation = dispatch.choose(call.implementation, problem, like_a_step)
     attend = _forward if implementation is reference else _attend  # the former is differentiated by JAX itself
     out, lse, _ = attend(_Ring(implementation, problem, axis_name, devices, layout), rows, keys)
-    if (sinks := get("sinks")) is not None:
-        out = apply_sinks(out, lse, sinks).astype(query.dtype)
     lse = lse.astype(np.float32)
     if not call.batched:
         out, lse = out[0], lse[0]
@@ -395,7 +394,7 @@ class _Sum(NamedTuple):
 
 
 def _forward(ring: _Ring, rows: _Rows, keys: _Keys) -> tuple[Array, Array, Array]:
-    """Out (B, T, N, Dv), in the dtype that the problem says, lse (B, T, N) and its rounding."""
+    """Out (B, T, N, Dv) in query's dtype, lse (B, T, N) and its rounding."""
     problem = dataclasses.replace(ring.problem, wide_out=True)
     dtype = spec.compute_dtype(rows.query.dtype)
 
@@ -434,10 +433,11 @@ def _forward(ring: _Ring, rows: _Rows, keys: _Keys) -> tuple[Array, Array, Array
     some = total != 0
     total = jnp.where(some, total, 1)
     lse = top + jnp.log(total)
-    rounding = jnp.log(total) - (lse - top)
+    rounding = jnp.where(some, jnp.log(total) - (lse - top), 0)
+    lse = jnp.where(some, lse, -jnp.inf)
     out = acc / total[..., None]
-    out = out if ring.problem.wide_out else out.astype(rows.query.dtype)
-    return out, jnp.where(some, lse, -jnp.inf), jnp.where(some, rounding, 0)
+    out = out if rows.sinks is None else autodiff.apply_sinks(rows.sinks, out, lse, rounding)
+    return out.astype(rows.query.dtype), lse, rounding
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -452,9 +452,9 @@ def _attend_fwd(ring: _Ring, rows: _Rows, keys: _Keys) -> tuple[Any, Any]:
 
 
 def _attend_bwd(ring: _Ring, residuals: Any, cotangents: Any) -> tuple[_Rows, _Keys]:
-    query, scale, key, value = _backward(ring, *residuals, *cotangents[:2])
+    (query, scale, key, value), sinks = _backward(ring, *residuals, *cotangents[:2])
     none: Any = None
-    return _Rows(query, scale, none, None, None, None), _Keys(key, value, None)
+    return _Rows(query, scale, sinks, none, None, None, None), _Keys(key, value, None)
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
@@ -472,18 +472,23 @@ class _Gradients(NamedTuple):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _backward(
     ring: _Ring, rows: _Rows, keys: _Keys, out: Array, lse: Array, rounding: Array, dout: Array, dlse: Array
-) -> _Gradients:
-    """The gradients of a device's queries, scale, keys and values, in their dtypes."""
+) -> tuple[_Gradients, Array | None]:
+    """The gradients of a device's queries, scale, keys and values, in their dtypes; and of sinks."""
     dtype = spec.compute_dtype(rows.query.dtype)
+    arrays: Any = (out, lse, rounding, dout, dlse)
+    dsinks = None
+    if rows.sinks is not None:
+        arrays, dsinks = autodiff.under_sinks(rows.sinks, *arrays)
 
     def gradients(i: int | Array, keys: _Keys) -> _Gradients:
         operands, seen = _step(ring, rows, keys, (rows.device - i) % ring.devices)
+        out, lse, *rest = arrays
         # Rows that see nothing at this step: an implementation knows such rows by their lse.
         visible = lse if seen is None else jnp.where(seen[..., None], lse, -jnp.inf)
 
         def compute(_: _Gradients) -> _Gradients:
-            results = (out, visible, rounding, dout, dlse)
-            found = autodiff.backward(ring.implementation, ring.problem, False, operands, *results)
+            results = (out, visible, *rest)
+            found = autodiff.backward(ring.implementation, ring.problem, False, operands, None, *results)[0]
             return _Gradients(*(x.astype(dtype) for x in (found.query, found.scale, found.key, found.value)))
 
         nothing = _Gradients(*(jnp.zeros(x.shape, dtype) for x in (rows.query, rows.scale, keys.key, keys.value)))
@@ -501,7 +506,7 @@ def _backward(
     (_, total), _ = lax.scan(turn, carry, jnp.arange(1, ring.devices, dtype=np.int32))
     home = _Gradients(*total[:2], *ring.send(total[2:])) if ring.devices > 1 else total
     given = (rows.query, rows.scale, keys.key, keys.value)
-    return _Gradients(*(x.astype(like.dtype) for x, like in zip(home, given, strict=True)))
+    return _Gradients(*(x.astype(like.dtype) for x, like in zip(home, given, strict=True))), dsinks
 
 
 def _refuse(*_: Any) -> NoReturn:

@@ -41,8 +41,6 @@ from test_emulated_attention import ALSO_MAPPED, MAPPED
 from jax_fa4 import CHECKPOINT_NAMES, attention
 
 PLAIN = ["delta", "query", "key"]
-# Of the masks, what a backward can see of them. Sinks make out float32, which the plain kernels take.
-MASKS = {name: options for name, options in SPARSE.items() if name != "sinks"}
 SEVERAL_BLOCKS = Sizes(batch=1, rows=260, keys=400, heads=2, kv_heads=1, width=64, value_width=64)
 
 
@@ -84,7 +82,7 @@ class BackwardSuite:
         widths = [arguments[name].shape[-1] for name in ("query", "value")]
         fitting = [x for x in self.compiled_widths if widths[0] <= x[0] and widths[1] <= x[1]]
         name = self.forward.entry(arguments)
-        if name is None or not fitting or arguments.get("sinks") is not None:
+        if name is None or not fitting:
             return None
         return (
             f"backward_{arguments['query'].dtype.name}_{'_'.join(map(str, dict.fromkeys(fitting[0])))}_"
@@ -171,9 +169,10 @@ class BackwardSuite:
 
     @pytest.mark.parametrize("deterministic", [False, True])
     def test_sinks(self, deterministic: bool) -> None:
-        """They make out float32, whose gradients the plain kernels compute."""
-        arguments = self.masked({"is_causal": True, "sinks": "some"})
-        self.check(arguments | {"deterministic": deterministic})
+        """Of heads that no sink concerns, and of such as a sink leaves little or nothing; with gradients of lse."""
+        arguments = self.masked({"is_causal": True, "query_offset": -9}, SIZES._replace(heads=5, kv_heads=1))
+        sinks = np.array([-np.inf, -2, 2, 30, 100], np.float32)
+        self.check(arguments | {"sinks": sinks, "deterministic": deterministic})
 
     @pytest.mark.parametrize(
         "widths",
@@ -183,33 +182,29 @@ class BackwardSuite:
         for choice in ({}, {"is_causal": True, "query_offset": "end"}):
             self.check_masks(choice, Sizes(1, 130, 200, 1, 1, *widths))
 
-    @pytest.mark.parametrize("choice", quick_first(pairwise(MASKS), pytest.mark.slow), ids=label)
+    @pytest.mark.parametrize("choice", quick_first(pairwise(SPARSE), pytest.mark.slow), ids=label)
     def test_masks(self, choice: Mapping[str, Any]) -> None:
         self.check_masks(choice)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("choice", list(pairwise(MASKS)), ids=label)
+    @pytest.mark.parametrize("choice", list(pairwise(SPARSE)), ids=label)
     def test_masks_at_every_width(self, choice: Mapping[str, Any], compiled: Widths) -> None:
         sizes = SIZES._replace(width=compiled[0], value_width=compiled[1])
         self.check_masks(choice, sizes, "float16", seed=1, sm_count=3)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("choice", list(pairwise(MASKS)), ids=label)
+    @pytest.mark.parametrize("choice", list(pairwise(SPARSE)), ids=label)
     def test_masks_deterministically(self, choice: Mapping[str, Any]) -> None:
         arguments = self.masked(choice, SEVERAL_BLOCKS)
         self.check(arguments | {"deterministic": True}, seed=1, sm_count=2)
 
     @pytest.mark.parametrize("poison", [np.nan, pytest.param(np.inf, marks=pytest.mark.slow)])
-    @pytest.mark.parametrize(
-        "choice", [{name: x for name, x in choice.items() if name != "sinks"} for choice in POISONED], ids=label
-    )
+    @pytest.mark.parametrize("choice", POISONED, ids=label)
     def test_unseen_values_do_not_matter(self, choice: Mapping[str, Any], poison: float) -> None:
         self.check_masks(choice, poison=poison)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize(
-        "choice", [{name: x for name, x in choice.items() if name != "sinks"} for choice in POISONED], ids=label
-    )
+    @pytest.mark.parametrize("choice", POISONED, ids=label)
     def test_unseen_values_do_not_matter_at_any_width(self, choice: Mapping[str, Any], compiled: Widths) -> None:
         sizes = SIZES._replace(rows=140, width=compiled[0], value_width=compiled[1])
         for seed, poison in enumerate((np.nan, np.inf, -np.inf)):

@@ -439,11 +439,13 @@ class AttentionSuite:
         bias = draw("gaussian", (2, 1, 270, 300), "bfloat16", rng)
         self.check(operands(SIZES, "bfloat16", rng) | {"bias": bias})
 
-    def test_sinks(self) -> None:
+    @pytest.mark.parametrize("largest", [40, 100])
+    def test_sinks(self, largest: float) -> None:
         """Sinks of -inf take no part, huge ones take nearly everything; rows that see nothing stay zero."""
-        sinks = np.array([-np.inf, -3, 0.5, 40], np.float32)
-        arguments = operands(self.sizes, self.dtype, np.random.default_rng(14))
-        self.check(arguments | {"sinks": sinks, "is_causal": True, "query_offset": -20})
+        sinks = np.array([-np.inf, -3, 0.5, largest], np.float32)
+        for dtype in dict.fromkeys((self.dtype, "bfloat16")):
+            arguments = operands(self.sizes, dtype, np.random.default_rng(14))
+            self.check(arguments | {"sinks": sinks, "is_causal": True, "query_offset": -20})
 
     @given(st.data())
     def test_random(self, data: st.DataObject) -> None:

@@ -236,7 +236,7 @@ def _run_backward(
     return spec.Gradients(query, key, value, gradients.scale)
 
 
-def _blocks(interpret: bool, operands: spec.Operands, kernel: blocks.Kernel, dout_parts: int = 1) -> blocks.Blocks:
+def _blocks(interpret: bool, operands: spec.Operands, kernel: blocks.Kernel) -> blocks.Blocks:
     """For the GPU at hand, which stands for all; without one, for the GPUs that have least."""
     capability = None
     if not interpret:
@@ -245,7 +245,7 @@ def _blocks(interpret: bool, operands: spec.Operands, kernel: blocks.Kernel, dou
     (_, tokens, heads, width), (_, keys, kv_heads, _) = operands.query.shape, operands.key.shape
     widths = width, operands.value.shape[3]
     rows, dtype = tokens * heads // kv_heads, operands.query.dtype
-    return blocks.blocks(kernel, capability, widths, dtype, rows, keys, dout_parts)
+    return blocks.blocks(kernel, capability, widths, dtype, rows, keys)
 
 
 def _at_least_one_wide(arrays: Any) -> Any:

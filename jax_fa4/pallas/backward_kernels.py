@@ -67,11 +67,10 @@ class Statistics(NamedTuple):
         return Statistics(pack(self.lse, np.inf), pack(self.rounding_log2, 0), pack(self.delta, 0))
 
 
-def _key_kernel(tiling: Tiling, softcap: float | None, parts: int, *refs: Any) -> None:
-    """Gradients of one block of keys and values, from logits (C, R); dout is a sum of `parts` arrays."""
-    scale_ref, query_ref, key_ref, value_ref, *refs_left, dkey_ref, dvalue_ref = refs
-    dout_refs, statistics = refs_left[:parts], refs_left[parts : parts + 3]
-    bounds, visits = refs_left[parts + 3 : parts + 5], refs_left[parts + 5 :]
+def _key_kernel(tiling: Tiling, softcap: float | None, *refs: Any) -> None:
+    """Gradients of one block of keys and values, from logits (C, R)."""
+    scale_ref, query_ref, key_ref, value_ref, dout_ref, *refs_left, dkey_ref, dvalue_ref = refs
+    statistics, bounds, visits = refs_left[:3], refs_left[3:5], refs_left[5:]
     block = pl.program_id(0)  # under causality most rows see the first keys, which start first
     exist = None if tiling.keys % tiling.blocks.keys == 0 else (0, tiling.keys)
     key = tiling.load_keys(key_ref, block, tiling.width, exist)
@@ -87,10 +86,10 @@ def _key_kernel(tiling: Tiling, softcap: float | None, parts: int, *refs: Any) -
             # What rows hold that see nothing, even NaN, must not matter.
             some = lse != jnp.inf if masked else None
             query = tiling.load_rows(query_ref, rows, tiling.width, some)
-            dout, *rest = (tiling.load_rows(ref, rows, tiling.value_width, some) for ref in dout_refs)
+            dout = tiling.load_rows(dout_ref, rows, tiling.value_width, some)
             visible = tiling.sees(rows.across(), position) if masked else None
             logits = dot(key, query.T) * scale
-            dweights = sum((dot(value, x.T) for x in rest), dot(value, dout.T))
+            dweights = dot(value, dout.T)
             weights, dlogits = _weights(
                 tiling, softcap, logits, dweights, lse[None], rounding_log2[None], delta[None], visible
             )
@@ -111,20 +110,17 @@ def _key_kernel(tiling: Tiling, softcap: float | None, parts: int, *refs: Any) -
     tiling.store_keys(dvalue_ref, block, dvalue, tiling.value_width)
 
 
-def _query_kernel(tiling: Tiling, softcap: float | None, parts: int, *refs: Any) -> None:
-    """Gradients of one block of query rows, and their share of that of the scale, from logits (R, C).
-
-    As in the other kernel, dout is a sum of `parts` arrays.
-    """
-    scale_ref, query_ref, key_ref, value_ref, *refs_left, dquery_ref, dscale_ref = refs
-    dout_refs, statistics, bounds = refs_left[:parts], refs_left[parts : parts + 3], refs_left[parts + 3 :]
+def _query_kernel(tiling: Tiling, softcap: float | None, *refs: Any) -> None:
+    """Gradients of one block of query rows, and their share of that of the scale, from logits (R, C)."""
+    scale_ref, query_ref, key_ref, value_ref, dout_ref, *refs_left, dquery_ref, dscale_ref = refs
+    statistics, bounds = refs_left[:3], refs_left[3:]
     block = tiling.row_blocks - 1 - pl.program_id(0)
     rows = tiling.block_of_rows(block, bounds)
     hull = tiling.hull(block, rows)
     lse, rounding_log2, delta = (tiling.load_numbers(ref, block)[:, None] for ref in statistics)
     some = lse[:, 0] != jnp.inf
     query = tiling.load_rows(query_ref, rows, tiling.width, some)
-    dout, *rest = (tiling.load_rows(ref, rows, tiling.value_width, some) for ref in dout_refs)
+    dout = tiling.load_rows(dout_ref, rows, tiling.value_width, some)
     scale = scale_ref[...]
 
     def step(masked: bool, key_block: Any, dquery: Array) -> Array:
@@ -133,7 +129,7 @@ def _query_kernel(tiling: Tiling, softcap: float | None, parts: int, *refs: Any)
         value = tiling.load_keys(value_ref, key_block, tiling.value_width, seen)
         visible = tiling.sees(rows.down(), tiling.key_positions(key_block)[None]) if masked else None
         logits = dot(query, key.T) * scale
-        dweights = sum((dot(x, value.T) for x in rest), dot(dout, value.T))
+        dweights = dot(dout, value.T)
         _, dlogits = _weights(tiling, softcap, logits, dweights, lse, rounding_log2, delta, visible)
         return dquery + dot(dlogits.astype(key.dtype), key)
 
@@ -169,7 +165,7 @@ def _weights(
 
 def backward(
     problem: spec.Problem,
-    blocks: Callable[[Kernel, int], Blocks],
+    blocks: Callable[[Kernel], Blocks],
     interpret: bool,
     operands: spec.Operands,
     out: Array,
@@ -178,17 +174,12 @@ def backward(
     dout: Array,
     dlse: Array | None,
 ) -> spec.Gradients:
-    """Gradients of `forward.forward`; `blocks` are those of a kernel, by the number of arrays that dout is split in."""
+    """Gradients of `forward.forward`; `blocks` are those of a kernel."""
     statistics = Statistics.of(out, lse, lse_rounding, dout, dlse)
-    # Tensor cores take both operands in one dtype. Of wider cotangents they are also given what rounding takes away:
-    # what counts is the difference between dout value^T and delta, which is small where a row has one large weight.
-    douts = [dout.astype(operands.query.dtype)]
-    if dout.dtype != douts[0].dtype:
-        douts.append((dout - spec.as_stored(douts[0])).astype(douts[0].dtype))
     query, key, value, scale, *bounds = (x for x in operands if x is not None)
 
     def run(name: Kernel, kernel: Any) -> Any:
-        tiling = Tiling.of(problem, operands, len(douts[0]), blocks(name, len(douts)), interpret=interpret)
+        tiling = Tiling.of(problem, operands, len(dout), blocks(name), interpret=interpret)
         over_keys = name == "key gradients"
         arrays = statistics.packed(tiling)
         visits = (tiling.row_visits(*bounds),) if over_keys and bounds else ()
@@ -201,15 +192,15 @@ def backward(
             results += (jax.ShapeDtypeStruct(shares, np.float32),)
             out_specs = [tiling.part_of_rows(results[0]), tiling.one_of_blocks()]
         return call(
-            functools.partial(kernel, tiling, problem.softcap, len(douts)),
+            functools.partial(kernel, tiling, problem.softcap),
             tiling,
             grid_blocks=tiling.key_blocks if over_keys else tiling.row_blocks,
-            operands=(scale, query, key, value, *douts, *arrays, *bounds, *visits),
+            operands=(scale, query, key, value, dout, *arrays, *bounds, *visits),
             in_specs=[
                 tiling.part(scale),
                 tiling.part_of_rows(query),
                 *map(tiling.part_of_keys, (key, value)),
-                *map(tiling.part_of_rows, douts),
+                tiling.part_of_rows(dout),
                 *(tiling.part(x, None, x.shape[2], head_axis=1) for x in arrays),
                 *(tiling.part(x, tiling.tokens) for x in bounds),
                 *(tiling.part(x, *x.shape[1:]) for x in visits),

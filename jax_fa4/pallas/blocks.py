@@ -144,7 +144,6 @@ def blocks(
     dtype: np.dtype,
     rows: int,
     keys: int,
-    dout_parts: int = 1,
 ) -> Blocks:
     """The block sizes of a kernel.
 
@@ -155,29 +154,24 @@ def blocks(
       dtype: of the operands.
       rows: packed rows, T * G, of which a block has no more than their next power of two.
       keys: S, likewise.
-      dout_parts: into how many arrays the cotangent of out is split. More than one were not measured: they get the
-        sizes of one, with as many rows as fit.
     """
     if capability is None:
         found = _INTERPRETED
     else:
         found = _TABLES.get(capability, _SMALL)[kernel][dtype.itemsize, max(64, padded(max(widths)))]
-        while shared_bytes(kernel, found, widths, dtype, dout_parts) > shared_limit(capability):
-            found = dataclasses.replace(found, rows=found.rows // 2)
     return dataclasses.replace(found, rows=min(found.rows, padded(rows)), keys=min(found.keys, padded(keys)))
 
 
-def shared_bytes(kernel: Kernel, blocks: Blocks, widths: tuple[int, int], dtype: np.dtype, dout_parts: int = 1) -> int:
+def shared_bytes(kernel: Kernel, blocks: Blocks, widths: tuple[int, int], dtype: np.dtype) -> int:
     """The most shared memory that a kernel takes: what it holds, and every stage of what it walks over."""
     width, value_width = (padded(x) * dtype.itemsize for x in widths)
     key = width + value_width
     if kernel == "forward":
         return blocks.rows * width + blocks.stages * blocks.keys * key
-    row = width + dout_parts * value_width
     if kernel == "key gradients":
         statistics = 3 * 4
-        return blocks.keys * key + blocks.stages * blocks.rows * (row + statistics)
-    return blocks.rows * row + blocks.stages * blocks.keys * key
+        return blocks.keys * key + blocks.stages * blocks.rows * (key + statistics)
+    return blocks.rows * key + blocks.stages * blocks.keys * key
 
 
 def shared_limit(capability: tuple[int, int]) -> int:
