@@ -376,7 +376,7 @@ def _backward(
                     k, v = _hide_unseen(visible, k), _hide_unseen(visible, v)
                 logits, slope = _logits(problem, piece.scale, q, k, bias)
                 weights = jnp.exp(logits - e[..., None]) * r[..., None]
-                dlogits = weights * (_einsum("bkgqd,bksd->bkgqs", do, v.astype(do.dtype)) - d[..., None])
+                dlogits = weights * (_einsum("bkgqd,bksd->bkgqs", do, v) - d[..., None])
                 if visible is not None:
                     weights = jnp.where(visible, weights, 0)
                     dlogits = jnp.where(visible, dlogits, 0)
@@ -387,7 +387,7 @@ def _backward(
                 dlogits = dlogits.astype(k.dtype)
                 dq += _einsum("bkgqs,bksd->bkgqd", dlogits, k)
                 dk = _add(dk, _einsum("bkdgq,bkgqs->bkds", qt, dlogits), 3, at)
-                dv = _add(dv, _einsum("bkdgq,bkgqs->bkds", dot, weights.astype(do.dtype)), 3, at)
+                dv = _add(dv, _einsum("bkdgq,bkgqs->bkds", dot, weights.astype(v.dtype)), 3, at)
                 return dq, dk, dv, dbias
 
             dq = spec.varied_like(q, jnp.zeros(q.shape, dtype))
