@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
@@ -30,6 +31,8 @@ _Results = tuple[Array, Array, Array | None]
 
 Without the last, exp(logits - lse) would miss a row's sum by a factor where |lse| is so large that log(sum) rounds off.
 """
+_SinkResults = tuple[Array, Array, Array | None, Array | None]
+"""Of these, out scaled by sinks if there are any; and out without them where `apply_sinks` says so."""
 
 _BackwardArrays = tuple[Array, Array, Array | None, Array, Array | None]
 """Out, lse and its rounding, and the cotangents of out and of lse if it has one: what a `backward` takes, by row."""
@@ -57,21 +60,39 @@ def attend(
     guarded = jax.tree.map(
         lambda x: _operand_p.bind(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, (operands, sinks)
     )
-    out, lse, _ = _attend(implementation, problem, *guarded)
+    out, lse, _, _ = _attend(implementation, problem, *guarded)
     return out, lse
 
 
-def apply_sinks(sinks: Array, out: Array, lse: Array, lse_rounding: Array | None) -> Array:
-    """Out with the share of a row's softmax that its sink leaves to the keys: exp(lse) / (exp(lse) + exp(sink)).
+def apply_sinks(
+    sinks: Array, out: Array, lse: Array, lse_rounding: Array | None, dtype: np.dtype
+) -> tuple[Array, Array | None]:
+    """Scales out by the share of a row's softmax that its sink leaves to the keys: exp(lse) / (exp(lse) + exp(sink)).
 
-    Rows that see nothing stay 0.
+    Args:
+      sinks: (N,), in the compute dtype.
+      out: (B, T, N, Dv), in the compute dtype. Rows that see nothing are 0, and stay so.
+      lse: (B, T, N).
+      lse_rounding: of this lse.
+      dtype: of the results.
+
+    Returns:
+      Out, scaled; and as it was, for the gradient of sinks, if the other may underflow, as in float16 it may.
     """
     share = jnp.exp(jax.nn.log_sigmoid(_over_sinks(sinks, lse, lse_rounding)))
-    return out * jnp.where(lse == -jnp.inf, 0, share)[..., None]  # whatever the cotangent is of a row that sees nothing
+    # Whatever the cotangent is of a row that sees nothing.
+    scaled = out * jnp.where(lse == -jnp.inf, 0, share)[..., None]
+    return scaled.astype(dtype), out.astype(dtype) if dtype == np.float16 else None
 
 
 def under_sinks(
-    sinks: Array, out: Array, lse: Array, lse_rounding: Array | None, dout: Array, dlse: Array | None
+    sinks: Array,
+    unscaled: Array | None,
+    out: Array,
+    lse: Array,
+    lse_rounding: Array | None,
+    dout: Array,
+    dlse: Array | None,
 ) -> tuple[_BackwardArrays, Array]:
     """What a `backward` that knows no sinks is given for the gradients under sinks; and the gradient of the sinks.
 
@@ -83,6 +104,7 @@ def under_sinks(
 
     Args:
       sinks: (N,), in the compute dtype.
+      unscaled: out as it was before, if `apply_sinks` gave it.
       out: scaled by `apply_sinks`.
       lse: without sinks.
       lse_rounding: of this lse.
@@ -95,7 +117,9 @@ def under_sinks(
     some, over = lse != -jnp.inf, _over_sinks(sinks, lse, lse_rounding)
     share, wide = jnp.exp(jax.nn.log_sigmoid(over)), jnp.where(some[..., None], spec.as_stored(dout), 0)
     sink_share = jnp.where(some, jnp.exp(jax.nn.log_sigmoid(-over)), 0)
-    dsinks = -(sink_share * (wide * out.astype(lse.dtype)).sum(-1)).sum((0, 1))
+    sink_share *= 1 if unscaled is None else share
+    dots = (wide * (out if unscaled is None else unscaled).astype(lse.dtype)).sum(-1)
+    dsinks = -(sink_share * dots).sum((0, 1))
     scaled = (wide * share[..., None]).astype(dout.dtype)
     if dout.dtype == lse.dtype:
         return (out, lse, lse_rounding, scaled, dlse), dsinks
@@ -122,25 +146,24 @@ def _over_sinks(sinks: Array, lse: Array, lse_rounding: Array | None) -> Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(
     implementation: ModuleType, problem: spec.Problem, operands: spec.Operands, sinks: Array | None
-) -> _Results:
+) -> _SinkResults:
     return forward(implementation, problem, operands, sinks)
 
 
 def _attend_fwd(implementation: ModuleType, problem: spec.Problem, *primals: Any) -> tuple[Any, Any]:
     operands, sinks = jax.tree.map(lambda primal: primal.value, primals)
-    out, lse, rounding = _attend(implementation, problem, operands, sinks)
-    out, (lse, rounding) = map(checkpoint_name, (out, (lse, rounding)), CHECKPOINT_NAMES)
+    out, lse, rounding, unscaled = _attend(implementation, problem, operands, sinks)
+    (out, unscaled), (lse, rounding) = map(checkpoint_name, ((out, unscaled), (lse, rounding)), CHECKPOINT_NAMES)
     # Whether the bias's gradient is wanted is static: it travels in the tree structure of the residuals.
     wants_bias = () if operands.bias is not None and primals[0].bias.perturbed else None
-    return (out, lse, rounding), (operands, sinks, out, lse, rounding, wants_bias)
+    return (out, lse, rounding, unscaled), (operands, sinks, unscaled, out, lse, rounding, wants_bias)
 
 
 def _attend_bwd(implementation: ModuleType, problem: spec.Problem, residuals: Any, cotangents: Any) -> tuple[Any, Any]:
-    operands, sinks, out, lse, rounding, wants_bias = residuals
+    *results, wants_bias = residuals
     dout, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents[:2])
-    dout = jnp.zeros_like(out) if dout is None else dout
-    with_bias = wants_bias is not None
-    gradients, dsinks = backward(implementation, problem, with_bias, operands, sinks, out, lse, rounding, dout, dlse)
+    dout = jnp.zeros_like(results[3]) if dout is None else dout
+    gradients, dsinks = backward(implementation, problem, wants_bias is not None, *results, dout, dlse)
     return spec.Operands(**gradients._asdict()), dsinks
 
 
@@ -154,6 +177,7 @@ def backward(
     with_bias: bool,
     operands: spec.Operands,
     sinks: Array | None,
+    unscaled: Array | None,
     out: Array,
     lse: Array,
     lse_rounding: Array | None,
@@ -164,7 +188,7 @@ def backward(
     arrays: _BackwardArrays = (out, lse, lse_rounding, dout, dlse)
     dsinks = None
     if sinks is not None:
-        arrays, dsinks = under_sinks(sinks, out, lse, lse_rounding, dout, dlse)
+        arrays, dsinks = under_sinks(sinks, unscaled, *arrays)
     return _backward(implementation, problem, with_bias, operands, arrays), dsinks
 
 
@@ -203,7 +227,7 @@ def _backward(
 def _backward_fwd(
     implementation: ModuleType, problem: spec.Problem, with_bias: bool, *arguments: Any
 ) -> tuple[tuple[spec.Gradients, Array | None], Any]:
-    operands, sinks, _, _, _, dout, dlse = arguments
+    operands, sinks, *_, dout, dlse = arguments
     return backward(implementation, problem, with_bias, *arguments), (operands, sinks, dout, dlse)
 
 
@@ -219,7 +243,7 @@ def _backward_bwd(
 
     def gradients(floats: dict[str, Array], sinks: Array | None, dout: Array, dlse: Array | None) -> Any:
         def attend(floats: dict[str, Array], sinks: Array | None) -> tuple[Array, Array]:
-            out, lse, _ = forward(reference, problem, operands._replace(**floats), sinks)
+            out, lse, *_ = forward(reference, problem, operands._replace(**floats), sinks)
             return out, lse.astype(spec.compute_dtype(out.dtype))
 
         (_, lse), pullback = jax.vjp(attend, floats, sinks)
@@ -229,7 +253,7 @@ def _backward_bwd(
     _, pullback = jax.vjp(gradients, {name: getattr(operands, name) for name in names}, sinks, dout, dlse)
     floats, dsinks, ddout, ddlse = pullback(cotangents)
     given = spec.Operands(**{**dict.fromkeys(spec.Operands._fields), **floats})
-    return given, dsinks, None, None, None, ddout, ddlse
+    return given, dsinks, None, None, None, None, ddout, ddlse
 
 
 backward.defvjp(_backward_fwd, _backward_bwd)
@@ -237,21 +261,21 @@ backward.defvjp(_backward_fwd, _backward_bwd)
 
 def forward(
     implementation: ModuleType, problem: spec.Problem, operands: spec.Operands, sinks: Array | None = None
-) -> _Results:
+) -> _SinkResults:
     """Out, lse and its rounding, in the order of the rows; unlike `attend` without a derivative of its own."""
-    if sinks is not None:
-        wide = dataclasses.replace(problem, wide_out=True)
-        out, lse, rounding = forward(implementation, wide, operands)
-        return apply_sinks(sinks, out, lse, rounding).astype(spec.out_dtype(problem, operands)), lse, rounding
+    dtype = spec.out_dtype(problem, operands)
+    problem = problem if sinks is None else dataclasses.replace(problem, wide_out=True)
     call = functools.partial(_call_forward, implementation, problem)
     # `reference` is differentiated by JAX itself, which a custom vmap rule would prevent.
     results = (call if implementation is reference else _foldable(call, implementation, sharding.RESULTS))(
         (_sort(operands),)
     )
-    if operands.query_order is None:
-        return results
-    row = jnp.argsort(operands.query_order, axis=1)
-    return jax.tree.map(lambda x: spec.permute(x, row, 1), results)
+    if operands.query_order is not None:
+        row = jnp.argsort(operands.query_order, axis=1)
+        results = jax.tree.map(lambda x: spec.permute(x, row, 1), results)
+    out, lse, rounding = results
+    out, unscaled = (out, None) if sinks is None else apply_sinks(sinks, out, lse, rounding, dtype)
+    return out, lse, rounding, unscaled
 
 
 def _call_forward(implementation: ModuleType, problem: spec.Problem, arguments: tuple[spec.Operands]) -> _Results:

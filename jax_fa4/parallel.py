@@ -326,7 +326,7 @@ def _run(
     like_a_step = spec.Operands(query, keys.key, keys.value, rows.scale, lower, upper)
     implementation = dispatch.choose(call.implementation, problem, like_a_step)
     attend = _forward if implementation is reference else _attend  # the former is differentiated by JAX itself
-    out, lse, _ = attend(_Ring(implementation, problem, axis_name, devices, layout), rows, keys)
+    out, lse, *_ = attend(_Ring(implementation, problem, axis_name, devices, layout), rows, keys)
     lse = lse.astype(np.float32)
     if not call.batched:
         out, lse = out[0], lse[0]
@@ -393,8 +393,8 @@ class _Sum(NamedTuple):
     acc: Array  # (B, T, N, Dv): the sum of exp(lse - top) * out
 
 
-def _forward(ring: _Ring, rows: _Rows, keys: _Keys) -> tuple[Array, Array, Array]:
-    """Out (B, T, N, Dv) in query's dtype, lse (B, T, N) and its rounding."""
+def _forward(ring: _Ring, rows: _Rows, keys: _Keys) -> tuple[Array, Array, Array, Array | None]:
+    """Out (B, T, N, Dv) in query's dtype, lse (B, T, N), its rounding, and what `autodiff.apply_sinks` gives beside."""
     problem = dataclasses.replace(ring.problem, wide_out=True)
     dtype = spec.compute_dtype(rows.query.dtype)
 
@@ -402,7 +402,7 @@ def _forward(ring: _Ring, rows: _Rows, keys: _Keys) -> tuple[Array, Array, Array
         operands, seen = _step(ring, rows, keys, (rows.device - i) % ring.devices)
 
         def merge(found: _Sum) -> _Sum:
-            out, lse, rounding = autodiff.forward(ring.implementation, problem, operands)
+            out, lse, rounding, _ = autodiff.forward(ring.implementation, problem, operands)
             # What lse lost when it was rounded is as much a part of the weight.
             lse, rounding = (x.astype(dtype) for x in (lse, jnp.zeros_like(lse) if rounding is None else rounding))
             top = lax.stop_gradient(jnp.maximum(found.top, lse))
@@ -436,19 +436,23 @@ def _forward(ring: _Ring, rows: _Rows, keys: _Keys) -> tuple[Array, Array, Array
     rounding = jnp.where(some, jnp.log(total) - (lse - top), 0)
     lse = jnp.where(some, lse, -jnp.inf)
     out = acc / total[..., None]
-    out = out if rows.sinks is None else autodiff.apply_sinks(rows.sinks, out, lse, rounding)
-    return out.astype(rows.query.dtype), lse, rounding
+    if rows.sinks is None:
+        return out.astype(rows.query.dtype), lse, rounding, None
+    out, unscaled = autodiff.apply_sinks(rows.sinks, out, lse, rounding, rows.query.dtype)
+    return out, lse, rounding, unscaled
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(ring: _Ring, rows: _Rows, keys: _Keys) -> tuple[Array, Array, Array]:
+def _attend(ring: _Ring, rows: _Rows, keys: _Keys) -> tuple[Array, Array, Array, Array | None]:
     return _forward(ring, rows, keys)
 
 
 def _attend_fwd(ring: _Ring, rows: _Rows, keys: _Keys) -> tuple[Any, Any]:
-    out, lse, rounding = _attend(ring, rows, keys)
-    out, (lse, rounding) = map(checkpoint_name, (out, (lse, rounding)), autodiff.CHECKPOINT_NAMES)
-    return (out, lse, rounding), (rows, keys, out, lse, rounding)
+    out, lse, rounding, unscaled = _attend(ring, rows, keys)
+    (out, unscaled), (lse, rounding) = map(
+        checkpoint_name, ((out, unscaled), (lse, rounding)), autodiff.CHECKPOINT_NAMES
+    )
+    return (out, lse, rounding, unscaled), (rows, keys, unscaled, out, lse, rounding)
 
 
 def _attend_bwd(ring: _Ring, residuals: Any, cotangents: Any) -> tuple[_Rows, _Keys]:
@@ -471,14 +475,22 @@ class _Gradients(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _backward(
-    ring: _Ring, rows: _Rows, keys: _Keys, out: Array, lse: Array, rounding: Array, dout: Array, dlse: Array
+    ring: _Ring,
+    rows: _Rows,
+    keys: _Keys,
+    unscaled: Array | None,
+    out: Array,
+    lse: Array,
+    rounding: Array,
+    dout: Array,
+    dlse: Array,
 ) -> tuple[_Gradients, Array | None]:
     """The gradients of a device's queries, scale, keys and values, in their dtypes; and of sinks."""
     dtype = spec.compute_dtype(rows.query.dtype)
     arrays: Any = (out, lse, rounding, dout, dlse)
     dsinks = None
     if rows.sinks is not None:
-        arrays, dsinks = autodiff.under_sinks(rows.sinks, *arrays)
+        arrays, dsinks = autodiff.under_sinks(rows.sinks, unscaled, *arrays)
 
     def gradients(i: int | Array, keys: _Keys) -> _Gradients:
         operands, seen = _step(ring, rows, keys, (rows.device - i) % ring.devices)
