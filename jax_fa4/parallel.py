@@ -500,7 +500,7 @@ def _backward(
 
         def compute(_: _Gradients) -> _Gradients:
             results = (out, visible, *rest)
-            found = autodiff.backward(ring.implementation, ring.problem, False, operands, None, *results)[0]
+            found = autodiff.backward(ring.implementation, ring.problem, False, operands, None, None, *results)[0]
             return _Gradients(*(x.astype(dtype) for x in (found.query, found.scale, found.key, found.value)))
 
         nothing = _Gradients(*(jnp.zeros(x.shape, dtype) for x in (rows.query, rows.scale, keys.key, keys.value)))
