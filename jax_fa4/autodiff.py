@@ -79,7 +79,7 @@ def apply_sinks(
     Returns:
       Out, scaled; and as it was, for the gradient of sinks, if the other may underflow, as in float16 it may.
     """
-    share = jnp.exp(jax.nn.log_sigmoid(_over_sinks(sinks, lse, lse_rounding)))
+    share = _sigmoid(_over_sinks(sinks, lse, lse_rounding))
     # Whatever the cotangent is of a row that sees nothing.
     scaled = out * jnp.where(lse == -jnp.inf, 0, share)[..., None]
     return scaled.astype(dtype), out.astype(dtype) if dtype == np.float16 else None
@@ -115,8 +115,8 @@ def under_sinks(
       out, lse, its rounding, dout and dlse for `backward`; and the gradient of sinks (N,).
     """
     some, over = lse != -jnp.inf, _over_sinks(sinks, lse, lse_rounding)
-    share, wide = jnp.exp(jax.nn.log_sigmoid(over)), jnp.where(some[..., None], spec.as_stored(dout), 0)
-    sink_share = jnp.where(some, jnp.exp(jax.nn.log_sigmoid(-over)), 0)
+    share, wide = _sigmoid(over), jnp.where(some[..., None], spec.as_stored(dout), 0)
+    sink_share = jnp.where(some, _sigmoid(-over), 0)
     sink_share *= 1 if unscaled is None else share
     dots = (wide * (out if unscaled is None else unscaled).astype(lse.dtype)).sum(-1)
     dsinks = -(sink_share * dots).sum((0, 1))
@@ -135,6 +135,15 @@ def under_sinks(
         dout = jnp.where(faint[..., None], scaled, dout)
         dlse = dlse / jnp.where(faint, 1, share).astype(dlse.dtype)
     return (out, total, rounding, dout, dlse), dsinks
+
+
+@jax.custom_jvp
+def _sigmoid(x: Array) -> Array:
+    """Of `jax.nn.sigmoid` the derivative, s * (1 - s), has lost most digits where 1 - s is small."""
+    return jax.nn.sigmoid(x)
+
+
+_sigmoid.defjvps(lambda tangent, share, x: tangent * (share * _sigmoid(-x)))
 
 
 def _over_sinks(sinks: Array, lse: Array, lse_rounding: Array | None) -> Array:

@@ -448,6 +448,18 @@ class AttentionSuite:
             arguments = operands(self.sizes, dtype, np.random.default_rng(14))
             self.check(arguments | {"sinks": sinks, "is_causal": True, "query_offset": -20})
 
+    @pytest.mark.parametrize("sink", [9, 14])
+    def test_cotangents_that_sinks_make_small(self, sink: float) -> None:
+        """In float16: sums over rows of what it does not hold one by one."""
+        sizes, rng = Sizes(2, 300, 7, 2, 1, 8, 8), np.random.default_rng(11)
+        arguments = operands(sizes, "float16", rng) | {"sinks": np.array([sink, 0], np.float32)}
+        dout = np.abs(draw("gaussian", (2, 300, 2, 8), "float32", rng)) * np.reshape([1e-3, 0], (1, 1, 2, 1))
+        dlse = np.zeros(dout.shape[:3], np.float32)
+        for scale in (1, 1e-3):
+            scaled = (dout * scale).astype(np.float16)
+            got = run(self.implementation, arguments, scaled, dlse)
+            oracle.check(got, oracle.expect(arguments, scaled, dlse, truncates=self.truncates))
+
     @given(st.data())
     def test_random(self, data: st.DataObject) -> None:
         """Random sizes, masks, dtypes and data; few of each size, so that compilations are shared."""

@@ -39,6 +39,13 @@ def test_steps_of_an_accelerator(steps: Callable[[tiled._Steps], None], dtype: s
     TestTiled().check(operands(SIZES, dtype, rng) | masked(SIZES, choice, rng))
 
 
+def test_the_share_of_sinks() -> None:
+    """One key and a scale of 0, so that lse is exact: what a sink of any size leaves is as precise as a softmax."""
+    rng = np.random.default_rng(3)
+    arguments = operands(Sizes(1, 9, 1, 8, 1, 8, 8), "float32", rng) | {"scale": 0.0}
+    TestTiled().check(arguments | {"sinks": np.array([-np.inf, -20, -5, 2, 5, 10, 16, 60], np.float32)})
+
+
 class TestSmallSteps:
     """Eight query blocks by sixteen key blocks: some skipped, some masked in part, some whole."""
 
