@@ -13,10 +13,11 @@ directly: `AttentionFn(is_causal=True)`, and `StructuredMask` for what changes w
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ from jax_fa4.arguments import as_array, check_device, flag
 from jax_fa4.attention import attention, why_not
 
 _ArrayOrStruct = ArrayLike | jax.ShapeDtypeStruct
+_Class = TypeVar("_Class")
 
 
 @jax.tree_util.register_dataclass
@@ -91,6 +93,26 @@ class StructuredMask:
         return {name: x for name, x in given.items() if x is not None}
 
 
+def _with_options_only(cls: type[_Class]) -> type[_Class]:
+    """Makes a dataclass refuse what is no option, such as the operands of a layer that was given the class."""
+    init, names = cls.__init__, inspect.signature(cls).parameters
+
+    @functools.wraps(init)
+    def checked(self: Any, *options: Any, **named: Any) -> None:
+        unknown = [name for name in named if name not in names]
+        if unknown or any(isinstance(x, jax.Array) and x.ndim for x in options):
+            raise TypeError(
+                f"{cls.__name__} has the options {', '.join(names)}, but got "
+                f"{unknown[0] if unknown else 'an array by position'}. An attention_fn is an instance: give a layer "
+                f"{cls.__name__}(...) with its options, or attention_fn, rather than the class."
+            )
+        init(self, *options, **named)
+
+    setattr(cls, "__init__", checked)  # noqa: B010
+    return cls
+
+
+@_with_options_only
 @dataclasses.dataclass(frozen=True)
 class AttentionFn:
     """An `attention_fn` for Flax's layers; `attention_fn` is the one with all defaults.
@@ -121,18 +143,6 @@ class AttentionFn:
     softcap: float | None = None
     deterministic_gradients: bool = False
     implementation: str | None = None
-
-    def __new__(cls, *options: Any, **named: Any) -> AttentionFn:
-        """Refuses what is no option, as the operands that a layer gives to the class when it was given the class."""
-        names = [field.name for field in dataclasses.fields(cls)]
-        unknown = [name for name in named if name not in names]
-        if unknown or any(isinstance(x, jax.Array) and x.ndim for x in options):
-            raise TypeError(
-                f"AttentionFn has the options {', '.join(names)}, but got "
-                f"{unknown[0] if unknown else 'an array by position'}. An attention_fn is an instance: give a layer "
-                "AttentionFn(...) with its options, or attention_fn, rather than the class."
-            )
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         flag("is_causal", self.is_causal)
