@@ -136,6 +136,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.count < 1 or options.temperature < 0:
         parser.error("--count must be positive and --temperature must not be negative")
+    if not options.checkpoint.is_file():
+        parser.error(f"there is no checkpoint {options.checkpoint}: python examples/train_transformer.py writes it")
     config, model = load(options.checkpoint, flash_attention)
     prompts = [prompt.encode() for prompt in options.prompts]
 

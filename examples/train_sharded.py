@@ -76,9 +76,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seed", type=int, default=example.Config.seed)
     options = parser.parse_args()
-    jax.config.update("jax_num_cpu_devices", options.data * options.context)
+    config, devices = example.Config(steps=options.steps, seed=options.seed), options.data * options.context
+    if min(options.data, options.context, options.steps) < 1:
+        parser.error("--data, --context and --steps must be positive")
+    if config.batch % options.data or config.length % (2 * options.context):
+        parser.error(f"--data must divide {config.batch} rows, and --context {config.length // 2} pairs of tokens")
+    jax.config.update("jax_num_cpu_devices", devices)
+    if (there := len(jax.devices())) < devices:
+        parser.error(f"--data {options.data} --context {options.context} needs {devices} devices, but JAX has {there}")
     mesh = make_mesh(options.data, options.context)
-    config = example.Config(steps=options.steps, seed=options.seed)
 
     training, held_out = (example.pack(example.read_documents(x), config.length) for x in example.library_files())
     held_out = held_out.take(slice(8 * config.batch))

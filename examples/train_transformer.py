@@ -314,6 +314,8 @@ def main() -> None:
     parser.add_argument("--attention", choices=ATTENTION, default="jax_fa4")
     parser.add_argument("--out", type=Path, default=Path("runs/train_transformer"))
     options = parser.parse_args()
+    if options.steps < 1:
+        parser.error(f"--steps must be positive, but got {options.steps}")
     config, attention_fn = Config(steps=options.steps, seed=options.seed), ATTENTION[options.attention]
     options.out.mkdir(parents=True, exist_ok=True)
 

@@ -13,10 +13,11 @@ directly: `AttentionFn(is_causal=True)`, and `StructuredMask` for what changes w
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ from jax_fa4.arguments import as_array, check_device, flag
 from jax_fa4.attention import attention, why_not
 
 _ArrayOrStruct = ArrayLike | jax.ShapeDtypeStruct
+_Class = TypeVar("_Class")
 
 
 @jax.tree_util.register_dataclass
@@ -91,6 +93,26 @@ class StructuredMask:
         return {name: x for name, x in given.items() if x is not None}
 
 
+def _with_options_only(cls: type[_Class]) -> type[_Class]:
+    """Makes a dataclass refuse what is no option, such as the operands of a layer that was given the class."""
+    init, names = cls.__init__, inspect.signature(cls).parameters
+
+    @functools.wraps(init)
+    def checked(self: Any, *options: Any, **named: Any) -> None:
+        unknown = [name for name in named if name not in names]
+        if unknown or any(isinstance(x, jax.Array) and x.ndim for x in options):
+            raise TypeError(
+                f"{cls.__name__} has the options {', '.join(names)}, but got "
+                f"{unknown[0] if unknown else 'an array by position'}. An attention_fn is an instance: give a layer "
+                f"{cls.__name__}(...) with its options, or attention_fn, rather than the class."
+            )
+        init(self, *options, **named)
+
+    setattr(cls, "__init__", checked)  # noqa: B010
+    return cls
+
+
+@_with_options_only
 @dataclasses.dataclass(frozen=True)
 class AttentionFn:
     """An `attention_fn` for Flax's layers; `attention_fn` is the one with all defaults.
@@ -99,7 +121,8 @@ class AttentionFn:
     modules that hold them.
 
     In decoding with a cache, Flax gives one query row, all S keys, and a mask that shows the tokens so far. The row
-    then is that of the last key which its mask shows: windows count from there, and causality hides nothing more.
+    then is that of the last key which its mask shows, dense or structured: windows count from there, and causality
+    hides nothing more.
 
     Attributes:
       is_causal: row `i` sees keys up to position `i`; also where a call does not say so, as linen's never do.
@@ -111,7 +134,7 @@ class AttentionFn:
       implementation: as in `jax_fa4.attention`. One that takes no dense mask refuses masks that are traced.
 
     Raises:
-      TypeError: an option is no constant.
+      TypeError: an option is no constant, there is no such option, or the class was called where its instance is meant.
     """
 
     is_causal: bool = False
@@ -122,6 +145,8 @@ class AttentionFn:
     implementation: str | None = None
 
     def __post_init__(self) -> None:
+        flag("is_causal", self.is_causal)
+        flag("deterministic_gradients", self.deterministic_gradients)
         for field in dataclasses.fields(self):
             option = getattr(self, field.name)
             try:
@@ -163,8 +188,8 @@ class AttentionFn:
           key: (batch..., S, K, D), with N a multiple of K.
           value: (batch..., S, K, Dv).
           bias: added to the logits; broadcastable to (batch..., N, T, S), with at most as many axes. Differentiable.
-          mask: bool, or numbers of which all but 0 mean True, as in Flax; False hides. Shaped like `bias`. Or a
-            `StructuredMask`.
+          mask: bool, or numbers of which all but 0 mean True, as in Flax; False hides. Negative ones are of additive
+            masks, which are a `bias`, and refused where they are known. Shaped like `bias`. Or a `StructuredMask`.
           broadcast_dropout: says how dropout would be done; of no effect without it.
           dropout_rng: likewise.
           dropout_rate: above 0 only where `deterministic` is True.
@@ -289,6 +314,9 @@ class AttentionFn:
             if function is not None:
                 raise NotImplementedError(f"{name} must be None, but got {function!r}: the products are in one kernel.")
 
+        if dtype is not None:
+            _check_dtype(dtype)
+        query, key, value = (as_array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
         if promote_dtype is not None:
             query, key, value = promote_dtype((query, key, value), dtype=dtype)
         else:
@@ -314,18 +342,23 @@ class AttentionFn:
             "deterministic": self.deterministic_gradients,
             "implementation": self.implementation,
         }
-        if mask is None or isinstance(mask, StructuredMask):
-            structured = {} if mask is None else mask._arguments(batch)
-            return _Call(batch, arguments, structured)
-
-        mask, known = _as_mask(mask)
-        mask = _with_one_batch_axis("mask", mask, sizes)
-        if rows == 1 < keys and is_causal:
+        if mask is None:
+            return _Call(batch, arguments, {})
+        if not isinstance(mask, StructuredMask):
+            mask, known = _as_mask(mask)
+            mask = _with_one_batch_axis("mask", mask, sizes)
+        step = rows == 1 < keys
+        if step and is_causal:
             raise ValueError(
                 f"is_causal must be False in a call with a mask, one query row and {keys} keys, but got {is_causal}: "
                 "it would hide all keys but the first. A mask of decoding hides itself what is to come."
             )
-        return _pose_mask(batch, arguments, mask, known)
+        if not isinstance(mask, StructuredMask):
+            return _pose_mask(batch, arguments, mask, known)
+        structured = mask._arguments(batch)
+        if step and (self.is_causal or self.local_window_size is not None):
+            structured |= _place_of_step(structured, math.prod(batch), keys)
+        return _Call(batch, arguments, structured)
 
 
 attention_fn = AttentionFn()
@@ -384,7 +417,10 @@ def _pose_mask(batch: tuple[int, ...], arguments: dict[str, Any], mask: Any, kno
         same = (mask == mask[:, :1]).all()
         mask = mask[:, :1] if same else mask
     if mask.shape[1] != 1:
-        return _Call(batch, arguments, dense={"mask": mask}, reason="mask differs from head to head.")
+        reason = "mask differs from head to head."
+        if not known:
+            reason = "mask has an axis for heads, and its values are known only where the program runs."
+        return _Call(batch, arguments, dense={"mask": mask}, reason=reason)
     if known and rows > 1 and mask.shape[2:] == (rows, keys) and (mask == np.tri(rows, keys, dtype=bool)).all():
         return _Call(batch, arguments | {"is_causal": True}, {})
 
@@ -408,17 +444,68 @@ def _pose_mask(batch: tuple[int, ...], arguments: dict[str, Any], mask: Any, kno
 
 def _as_mask(mask: Any) -> tuple[Any, bool]:
     """A mask as bool, and whether its values are known, in which case it is NumPy's."""
+    given = mask
     if not isinstance(mask, jax.Array):
-        mask = np.asarray(mask)
+        try:
+            mask = np.asarray(mask)
+        except ValueError:  # a tuple of masks
+            mask = np.asarray(None)
     if not (jnp.issubdtype(mask.dtype, np.number) or mask.dtype == np.bool_):
-        raise TypeError(f"mask must be an array of bool or of numbers, or a StructuredMask, but got {mask!r}.")
+        got = repr(given) if isinstance(given, str | type) else f"an object of type {type(given).__name__}"
+        raise TypeError(f"mask must be an array of bool or of numbers, or one StructuredMask, but got {got}.")
     known = not isinstance(mask, jax.core.Tracer) and getattr(mask, "is_fully_addressable", True)
-    return (np.asarray(mask) if known else mask).astype(bool), known
+    if not known:
+        return mask.astype(bool), known
+    mask = np.asarray(mask)
+    if mask.dtype != np.bool_ and (mask < 0).any():
+        raise ValueError(
+            f"mask must hide with 0 and show with 1, but got {mask.min()}: "
+            "a mask that is added to the logits is a bias."
+        )
+    return mask.astype(bool), known
+
+
+def _place_of_step(structured: dict[str, Any], size: int, keys: int) -> dict[str, Array]:
+    """The `query_offset` of one row under a structured mask: the last key that it shows, or -1 where there is none."""
+    shapes = {
+        "key_value_seq_lengths": (size,),
+        "query_segment_ids": (size, 1),
+        "key_value_segment_ids": (size, keys),
+    }
+    given = {name: as_array(name, structured[name]) for name in shapes if name in structured}
+    bounds = structured.get("row_bounds", ())
+    bounds = [as_array("row_bounds", x) for x in bounds] if isinstance(bounds, tuple) else [jnp.zeros(())]
+    if (
+        any(x.shape != shapes[name] for name, x in given.items())
+        or ("query_segment_ids" in given) != ("key_value_segment_ids" in given)
+        or (bounds and [x.shape for x in bounds] != [(size, 1)] * 2)
+    ):
+        return {}  # attention refuses it by name
+    position = jnp.arange(keys, dtype=jnp.int32)[None]
+    shown = position < keys
+    if "key_value_seq_lengths" in given:
+        shown &= position < given["key_value_seq_lengths"][:, None]
+    if "query_segment_ids" in given:
+        shown &= given["query_segment_ids"] == given["key_value_segment_ids"]
+    if bounds:
+        shown &= (bounds[0] <= position) & (position < bounds[1])
+    last = jnp.max(jnp.where(shown, position, -1), axis=1)
+    return {"query_offset": jnp.broadcast_to(last, (size,))}
+
+
+def _check_dtype(dtype: Any) -> None:
+    """Raises TypeError or ValueError unless attention can be computed in `dtype`."""
+    try:
+        given = jnp.dtype(dtype)
+    except TypeError:
+        raise TypeError(f"dtype must be that of floating point numbers, or None, but got {dtype!r}.") from None
+    if not jnp.issubdtype(given, np.floating):
+        raise ValueError(f"dtype must be that of floating point numbers, or None, but got {given}.")
 
 
 def _with_one_batch_axis(name: str, x: Any, sizes: tuple[int, ...]) -> Any:
     """A bias or mask, broadcastable to `sizes`, (batch..., N, T, S), with four axes: those of 1 stay."""
-    x = x if hasattr(x, "reshape") else jnp.asarray(x)
+    x = x if hasattr(x, "reshape") else as_array(name, x)
     shape, batch = (1,) * (len(sizes) - x.ndim) + x.shape, sizes[:-3]
     if len(shape) > len(sizes) or any(a not in (1, b) for a, b in zip(shape, sizes, strict=True)):
         raise ValueError(f"{name}'s shape must be broadcastable to (batch..., N, T, S) = {sizes}, but got {x.shape}.")

@@ -21,6 +21,7 @@ from matplotlib import image
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import blackwell_on_cpu
+import train_sharded
 import train_transformer as example
 
 CONFIG = example.Config(
@@ -206,6 +207,24 @@ def test_main_writes_figures_plot_and_checkpoint(tmp_path, monkeypatch, capsys):
     assert_drawn(out / "loss.png")
     config, _ = example.load(out / "model.safetensors", example.dense_attention)
     assert (config.steps, config.seed) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("module", "flags", "sentence"),
+    [
+        (example, ["--steps", "0"], "--steps must be positive, but got 0"),
+        (train_sharded, ["--context", "0"], "--data, --context and --steps must be positive"),
+        (train_sharded, ["--data", "3"], "--data must divide 4 rows, and --context 256 pairs of tokens"),
+        (train_sharded, ["--context", "3"], "--data must divide 4 rows, and --context 256 pairs of tokens"),
+        (train_sharded, ["--data", "4", "--context", "256"], "--context 256 needs 1024 devices, but JAX has"),
+    ],
+)
+def test_main_refuses(module, flags, sentence, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["example.py", *flags])
+    monkeypatch.setattr(jax.config, "update", lambda name, value: None)  # this process has its devices
+    with pytest.raises(SystemExit, match="2"):
+        module.main()
+    assert sentence in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

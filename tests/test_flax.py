@@ -6,10 +6,12 @@ float64, its largest over a tensor because single elements have none by luck, an
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
 import itertools
+import pickle
 import re
 from collections.abc import Callable
 from typing import Any
@@ -374,6 +376,39 @@ def test_decode_hides_what_the_user_hides() -> None:
         np.testing.assert_allclose(got, exact(q, k, v, mask=seen), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("lead", [(), (2,), (1, 2)], ids=["unbatched", "batch", "two batch axes"])
+def test_a_step_of_a_cache_of_ones_own(lead: tuple[int, ...]) -> None:
+    """One row is that of the last key which its mask shows, whatever says what is shown."""
+    fn = AttentionFn(is_causal=True, local_window_size=(3, 0))
+    rng = np.random.default_rng(7)
+    q, k, v = (rng.standard_normal((*lead, 11, heads, 8)).astype(np.float32) for heads in (4, 2, 2))
+    ids = np.broadcast_to(np.arange(11, dtype=np.int32) // 6, (*lead, 11))
+    lower, ends = (np.broadcast_to(x.astype(np.int32), (*lead, 11)) for x in (np.zeros(11), np.arange(1, 12)))
+    same = ids[..., None, :, None] == ids[..., None, None, :]
+    whole, packed = (exact(q, k, v, mask=mask, is_causal=True, left=3) for mask in (None, same))
+    step = jax.jit(fn)
+    for row in (0, 4, 6, 10):
+        filled, documents = ends[..., row], {"query_segment_ids": ids[..., row, None], "key_value_segment_ids": ids}
+        seen = np.arange(11) <= row
+        masks = [
+            (seen, whole),
+            (seen & (np.arange(11) // 6 == row // 6), packed),
+            (StructuredMask(key_value_seq_lengths=filled), whole),
+            (StructuredMask(row_bounds=(lower[..., row, None], filled[..., None])), whole),
+            (StructuredMask(key_value_seq_lengths=filled, **documents), packed),
+        ]
+        for mask, want in masks:
+            got = step(q[..., row, None, :, :], k, v, mask=mask)
+            np.testing.assert_allclose(got, want[..., row, None, :, :], rtol=0, atol=1e-6)
+
+
+def test_a_step_that_sees_nothing() -> None:
+    x = operands(shapes={"query": (2, 1, 4, 8), "key": (2, 11, 2, 8), "value": (2, 11, 2, 8)})
+    out = AttentionFn(is_causal=True)(**x, mask=StructuredMask(key_value_seq_lengths=np.array([0, 3], np.int32)))
+    assert not np.asarray(out[0]).any()
+    assert np.asarray(out[1]).all()
+
+
 @pytest.mark.parametrize("api", ["nnx", "linen"])
 def test_decode_wants_arrays(api: str) -> None:
     x, mask = inputs(), StructuredMask(key_value_seq_lengths=np.array([1, 1], np.int32))
@@ -504,13 +539,37 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"query": np.zeros((2, 1, 4, 8), np.float32), "mask": np.ones((1, 1, 1, 11)), "is_causal": True},
         "is_causal must be False in a call with a mask, one query row and 11 keys",
     ),
-    "mask of text": ({"mask": "causal"}, "mask must be an array of bool or of numbers, or a StructuredMask, but got"),
+    "mask of text": ({"mask": "causal"}, "mask must be an array of bool or of numbers, or one StructuredMask, but got"),
+    "mask of masks": (
+        {"mask": (StructuredMask(), np.ones((9, 11), bool))},
+        "mask must be an array of bool or of numbers, or one StructuredMask, but got an object of type tuple",
+    ),
+    "mask of the class": (
+        {"mask": StructuredMask},
+        "mask must be .* one StructuredMask, but got <class '.*StructuredM",
+    ),
+    "mask that is added": (
+        {"mask": np.where(np.tri(9, 11), 0.0, -np.inf)},
+        "mask must hide with 0 and show with 1, but got -inf: a mask that is added to the logits is a bias",
+    ),
+    "causal step, structured": (
+        {"query": np.zeros((2, 1, 4, 8), np.float32), "mask": StructuredMask(), "is_causal": True},
+        "is_causal must be False in a call with a mask, one query row and 11 keys",
+    ),
+    "lengths' shape in a step": (
+        {"query": np.zeros((2, 1, 4, 8), np.float32), "mask": StructuredMask(key_value_seq_lengths=np.int32(3))},
+        r"key_value_seq_lengths's shape must be \(2,\), but got \(\)",
+    ),
     "mask's shape": (
         {"mask": np.ones((9, 10))},
         r"mask's shape must be broadcastable to .* = \(2, 4, 9, 11\), but got",
     ),
     "mask's axes": ({"mask": np.ones((1, 2, 4, 9, 11))}, r"mask's shape must be .* but got \(1, 2, 4, 9, 11\)"),
     "bias's shape": ({"bias": np.ones((3, 4, 9, 11))}, "bias's shape must be broadcastable to"),
+    "bias that is a mask": ({"bias": StructuredMask()}, "bias must be an array, but got StructuredMask"),
+    "no query": ({"query": None}, "query must be an array, but got NoneType"),
+    "dtype of integers": ({"dtype": np.int32}, "dtype must be that of floating point numbers, or None, but got int32"),
+    "no dtype": ({"dtype": "bf16"}, "dtype must be that of floating point numbers, or None, but got 'bf16'"),
     "key's batch": ({"key": np.zeros((3, 11, 2, 8), np.float32)}, r"key's shape must be .* of query, \(2,\), but got"),
     "query's axes": ({"query": np.zeros((4, 8), np.float32)}, r"query's shape must be .* but got \(4, 8\)"),
     "ids alone": (
@@ -543,9 +602,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_refused(name: str) -> None:
     arguments, sentence = REFUSED[name]
     arguments = operands() | arguments
+    for fn in (attention_fn, AttentionFn(is_causal=True)) if "step" in name else (attention_fn,):
+        check_refused(fn, arguments, sentence)
+
+
+def check_refused(fn: AttentionFn, arguments: dict[str, Any], sentence: str) -> None:
     with pytest.raises((NotImplementedError, ValueError, TypeError), match=sentence) as caught:
-        attention_fn(**arguments)
-    assert attention_fn.why_not(None, **arguments) == str(caught.value)
+        fn(**arguments)
+    assert fn.why_not(None, **arguments) == str(caught.value)
 
 
 def test_a_traced_dropout_rate_is_refused() -> None:
@@ -677,6 +741,21 @@ def test_options() -> None:
             AttentionFn(**options)
     with pytest.raises(ValueError, match="softcap must be a positive normal number"):
         AttentionFn(softcap=-1)(**operands())
+    for name, wrong in (("is_causal", None), ("deterministic_gradients", "no")):
+        with pytest.raises(TypeError, match=f"{name} must be True or False"):
+            AttentionFn(**{name: wrong})
+    with pytest.raises(TypeError, match=r"AttentionFn has the options is_causal, .*, but got causal"):
+        AttentionFn(causal=True)
+    fn = AttentionFn(True, (3, 0), softcap=2.0)
+    assert pickle.loads(pickle.dumps(fn)) == copy.deepcopy(fn) == dataclasses.replace(attention_fn, **vars(fn)) == fn
+
+
+@pytest.mark.parametrize("api", ["nnx", "linen"])
+def test_a_layer_of_the_class_is_refused(api: str) -> None:
+    """The class and its instances are both callable, and a layer calls what it is given."""
+    parameters, call = layer(api)
+    with pytest.raises(TypeError, match=r"An attention_fn is an instance: give a layer .* rather than the class"):
+        call(AttentionFn)(parameters, inputs())
 
 
 # why_not
@@ -700,6 +779,8 @@ def test_why_not_says_what_made_a_call_fall_back() -> None:
     assert dense in traced
     heads = np.tri(9, dtype=bool)[None] ^ (np.arange(4) == 1)[:, None, None]
     assert why(mask=heads).startswith(f"mask differs from head to head. {dense}")
+    heads_axis = "mask has an axis for heads, and its values are known only where the program runs."
+    assert why(mask=jax.ShapeDtypeStruct((4, 9, 9), bool)).startswith(f"{heads_axis} {dense}")
     assert "does not support bias" in why(bias=jax.ShapeDtypeStruct((9, 9), np.float32))
     assert why(mask=np.ones(8)).startswith("mask's shape must be")
     fn, q = AttentionFn(implementation="emulated"), jnp.zeros(struct.shape, struct.dtype)

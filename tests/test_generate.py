@@ -78,6 +78,14 @@ def test_too_long(model):
         next(example.generate(CONFIG, example.with_cache(CONFIG, model, 1), [b"x" * 40], 24))
 
 
+def test_main_says_where_a_checkpoint_comes_from(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "model.safetensors"
+    monkeypatch.setattr(sys, "argv", ["generate.py", "x", "--checkpoint", str(path)])
+    with pytest.raises(SystemExit, match="2"):
+        example.main()
+    assert f"there is no checkpoint {path}: python examples/train_transformer.py writes it" in capsys.readouterr().err
+
+
 def test_main_continues_from_a_checkpoint(model, tmp_path, monkeypatch, capsysbinary):
     path = tmp_path / "model.safetensors"
     train_transformer.save(path, dataclasses.replace(CONFIG), model)
