@@ -54,6 +54,7 @@ def forward(problem: spec.Problem, operands: spec.Operands) -> tuple[Array, Arra
         logits = problem.softcap * jnp.tanh(logits / problem.softcap)
     if bias is not None:
         logits += bias
+    logits = jnp.maximum(logits, jnp.finfo(dtype).min)  # no compiler fuses the product and the difference: see `tiled`
 
     some = visible.any(-1, keepdims=True)
     top = jnp.where(visible, logits, -jnp.inf).max(-1, keepdims=True, initial=-jnp.inf)

@@ -440,7 +440,10 @@ def _logits(
     if problem.softcap is not None:
         ratio = jnp.tanh(logits / problem.softcap)
         logits, slope = problem.softcap * ratio, 1 - ratio * ratio
-    return (logits if bias is None else logits + bias), slope
+    logits = logits if bias is None else logits + bias
+    # Keeps a compiler from fusing the product with what is subtracted from it later: beyond 2^30, say, what rounding
+    # took from a row's maximum is an exponent that overflows, or hides the row.
+    return jnp.maximum(logits, jnp.finfo(logits.dtype).min), slope
 
 
 def _hide_unseen(visible: Array, x: Array) -> Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from suite import SIZES, AttentionSuite, Sizes, label, masked, operands
 
-from jax_fa4 import tiled
+from jax_fa4 import attention, tiled
 
 
 class TestTiled(AttentionSuite):
@@ -44,6 +45,22 @@ def test_the_share_of_sinks() -> None:
     rng = np.random.default_rng(3)
     arguments = operands(Sizes(1, 9, 1, 8, 1, 8, 8), "float32", rng) | {"scale": 0.0}
     TestTiled().check(arguments | {"sinks": np.array([-np.inf, -20, -5, 2, 5, 10, 16, 60], np.float32)})
+
+
+@pytest.mark.parametrize("implementation", ["tiled", "reference"])
+@pytest.mark.parametrize("scale", [1e10, -1e30])
+def test_logits_that_exceed_all_precision(scale: float, implementation: str) -> None:
+    """A row has the value of its greatest logit, and no gradient but that value's."""
+    rng = np.random.default_rng(4)
+    query, key, value = operands(Sizes(2, 5, 7, 4, 4, 8, 8), "float32", rng).values()
+    call = functools.partial(attention, scale=np.float32(scale), implementation=implementation)
+    out, pull = jax.vjp(jax.jit(call), query, key, value)
+    best = (np.einsum("btnd,bsnd->bnts", query, key) * np.sign(scale)).argmax(-1)
+    weights = np.eye(7, dtype=np.float32)[best]
+    np.testing.assert_allclose(out, np.einsum("bnts,bsnd->btnd", weights, value), rtol=1e-6)
+    dquery, _, dvalue = pull(out)
+    assert np.isfinite(dquery).all()
+    np.testing.assert_allclose(dvalue, np.einsum("bnts,btnd->bsnd", weights, out), rtol=1e-5)
 
 
 class TestSmallSteps:
