@@ -64,6 +64,12 @@ def check(
     v, _ = _with_batch("value", value, "S, K, Dv")
     if q.dtype.name not in _DTYPES:
         raise ValueError(f"query's dtype must be one of {', '.join(_DTYPES)}, but got {q.dtype}.")
+    for name, x in (("query", q), ("key", k), ("value", v)):
+        if implementation != "reference" and not all(isinstance(size, int) for size in x.shape):
+            raise NotImplementedError(
+                f"{name}'s shape must be of constants unless implementation='reference', but got {x.shape}: "
+                "export a program for each shape."
+            )
     batch, rows, heads, width = q.shape
     _, keys, kv_heads, _ = k.shape
     for name, x in (("key", k), ("value", v)):
@@ -79,7 +85,8 @@ def check(
         )
     if heads % kv_heads if kv_heads else heads:
         raise ValueError(
-            f"query's number of heads must be a multiple of key's and value's, {kv_heads}, but got shape {q.shape}."
+            f"query's number of heads must be a multiple of key's and value's, {kv_heads}, "
+            f"but got shape {q.shape} for (B, T, N, D)."
         )
     if (query_segment_ids is None) != (key_value_segment_ids is None):
         given, missing = "query_segment_ids", "key_value_segment_ids"
@@ -100,10 +107,10 @@ def check(
         "bias": _dense("bias", bias, (batch, heads, rows, keys)),
         "mask": _dense("mask", mask, (batch, heads, rows, keys)),
         "query_offset": offsets,
-        "query_seq_lengths": integers("query_seq_lengths", query_seq_lengths, (batch,)),
-        "key_value_seq_lengths": integers("key_value_seq_lengths", key_value_seq_lengths, (batch,)),
-        "query_segment_ids": integers("query_segment_ids", query_segment_ids, (batch, rows)),
-        "key_value_segment_ids": integers("key_value_segment_ids", key_value_segment_ids, (batch, keys)),
+        "query_seq_lengths": integers("query_seq_lengths", query_seq_lengths, "B", (batch,)),
+        "key_value_seq_lengths": integers("key_value_seq_lengths", key_value_seq_lengths, "B", (batch,)),
+        "query_segment_ids": integers("query_segment_ids", query_segment_ids, "B, T", (batch, rows)),
+        "key_value_segment_ids": integers("key_value_segment_ids", key_value_segment_ids, "B, S", (batch, keys)),
         "row_bounds": _row_bounds(row_bounds, (batch, rows), batched),
         "sinks": _sinks(sinks, heads),
     }
@@ -127,7 +134,7 @@ def check_device(device: Any) -> None:
         raise TypeError(f"device must be a jax.Device, such as jax.devices()[0], or None, but got {_kind(device)}.")
 
 
-def as_array(name: str, x: Any) -> Array:
+def as_array(name: str, x: Any, allowed: str = "an array") -> Array:
     """`x` as a JAX array; raises TypeError for what is none, ValueError for integers that do not fit."""
     if not isinstance(x, jax.Array):
         _check_int32(name, x)
@@ -138,7 +145,7 @@ def as_array(name: str, x: Any) -> Array:
     except OverflowError as error:
         raise ValueError(f"{name} must fit in its dtype, but got {x!r}.") from error
     except (TypeError, ValueError, SyntaxError) as error:  # the last where NumPy reads a string as a dtype
-        raise TypeError(f"{name} must be an array, but got {_kind(x)}.") from error
+        raise TypeError(f"{name} must be {allowed}, but got {_kind(x)}.") from error
     return array
 
 
@@ -155,9 +162,24 @@ def _check_int32(name: str, x: Any) -> None:
 
 
 def _kind(x: Any) -> str:
+    """What `x` is, for an error."""
     if isinstance(x, str | bytes | int | float):
         return f"{x!r} of type {type(x).__name__}"
+    if isinstance(x, tuple | list):
+        return f"a {type(x).__name__} of length {len(x)}"
+    if isinstance(x, jax.core.Tracer):
+        return f"a tracer of {x.aval.str_short()}"
+    if isinstance(x, jax.Array):
+        return f"a jax.Array of {x.dtype} of shape {x.shape}"
     return f"ndarray of dtype {x.dtype.str}" if isinstance(x, np.ndarray) else type(x).__name__
+
+
+def _traced(name: str, x: Any) -> str:
+    """What the first tracer in `x` is, for an error, and how it can be a constant; empty where there is none."""
+    for part in x if isinstance(x, tuple | list) else [x]:
+        if isinstance(part, jax.core.Tracer):
+            return f"{_kind(part)}: under jax.jit, bind {name} with functools.partial or name it in static_argnames"
+    return ""
 
 
 def _with_batch(name: str, x: Any, axes: str) -> tuple[Array, bool]:
@@ -168,8 +190,8 @@ def _with_batch(name: str, x: Any, axes: str) -> tuple[Array, bool]:
     return (array, True) if array.ndim == 4 else (array[None], False)
 
 
-def _integers(name: str, x: Any, shape: tuple[int, ...], batched: bool) -> Array | None:
-    """An int32 array of exactly `shape`; its batch axis of 1 may be missing when the query has none."""
+def _integers(name: str, x: Any, axes: str, shape: tuple[int, ...], batched: bool) -> Array | None:
+    """An int32 array of exactly `shape`, of `axes`; its batch axis of 1 may be missing when the query has none."""
     if x is None:
         return None
     array = as_array(name, x)
@@ -177,7 +199,8 @@ def _integers(name: str, x: Any, shape: tuple[int, ...], batched: bool) -> Array
         raise ValueError(f"{name}'s dtype must be int32, but got {array.dtype}.")
     allowed = [shape] if batched else [shape, shape[1:]]
     if array.shape not in allowed:
-        raise ValueError(f"{name}'s shape must be {' or '.join(map(str, allowed))}, but got {array.shape}.")
+        named = f"({axes}{',' * (len(shape) == 1)}) = {' or '.join(map(str, allowed))}"
+        raise ValueError(f"{name}'s shape must be {named}, but got {array.shape}.")
     return array.reshape(shape)
 
 
@@ -187,7 +210,9 @@ def _dense(name: str, x: Any, shape: tuple[int, int, int, int]) -> Array | None:
         return None
     array = as_array(name, x)
     if name == "mask" and array.dtype != np.bool_:
-        raise ValueError(f"mask's dtype must be bool, but got {array.dtype}: give additive masks as bias.")
+        raise ValueError(
+            f"mask's dtype must be bool, but got {array.dtype}: compare numbers with 0, and give what is added as bias."
+        )
     if name == "bias" and not jnp.issubdtype(array.dtype, np.floating):
         if not (jnp.issubdtype(array.dtype, np.integer) or array.dtype == np.bool_):
             raise ValueError(f"bias's dtype must be real, but got {array.dtype}.")
@@ -202,7 +227,8 @@ def _dense(name: str, x: Any, shape: tuple[int, int, int, int]) -> Array | None:
 def flag(name: str, x: Any) -> bool:
     """`x` as a bool; raises TypeError for what is no constant, or neither True nor False."""
     if isinstance(x, jax.core.Tracer) or not isinstance(x, bool | int | np.bool_ | np.integer) or int(x) not in (0, 1):
-        raise TypeError(f"{name} must be True or False, known when tracing, but got {_kind(x)}.")
+        given = _traced(name, x) or _kind(x)
+        raise TypeError(f"{name} must be True or False, known when tracing, but got {given}.")
     return bool(x)
 
 
@@ -219,7 +245,7 @@ def _window(window: Any) -> tuple[int | None, int | None]:
     if len(sides) != 2:
         raise TypeError(
             "local_window_size must be an int or a pair (left, right) of ints or None, known when tracing, "
-            f"but got {window!r}."
+            f"but got {_traced('local_window_size', window) or repr(window)}."
         )
     if any(side is not None and side < 0 for side in sides):
         raise ValueError(f"local_window_size must not be negative (None is unbounded), but got {window!r}.")
@@ -234,10 +260,7 @@ def _offset(offset: Any, batch: int, end: int) -> tuple[int | None, Array | None
         return end, None
     if isinstance(offset, int | np.integer) and not isinstance(offset, bool):
         return int(offset), None
-    try:
-        array = as_array("query_offset", offset)
-    except TypeError:
-        raise TypeError(f"query_offset must be an array of int32, an int or 'end', but got {_kind(offset)}.") from None
+    array = as_array("query_offset", offset, "an array of int32, an int or 'end'")
     if array.dtype != np.int32 or array.shape not in ((), (batch,)):
         raise ValueError(
             f"query_offset must be an int, an int32 array of shape () or (B,) = ({batch},), or 'end', "
@@ -252,7 +275,7 @@ def _row_bounds(bounds: Any, shape: tuple[int, int], batched: bool) -> tuple[Arr
     if not isinstance(bounds, tuple | list) or len(bounds) != 2:
         raise TypeError(f"row_bounds must be a pair (lower, upper) of int32 arrays, but got {_kind(bounds)}.")
     lower, upper = (
-        _integers(f"row_bounds[{i}] ({side})", x, shape, batched)
+        _integers(f"row_bounds[{i}] ({side})", x, "B, T", shape, batched)
         for i, (side, x) in enumerate(zip(("lower", "upper"), bounds, strict=True))
     )
     if lower is None or upper is None:
@@ -263,10 +286,11 @@ def _row_bounds(bounds: Any, shape: tuple[int, int], batched: bool) -> tuple[Arr
 def _scale(scale: Any) -> Array | None:
     if scale is None:
         return None
-    array = as_array("scale", scale)
+    allowed = "a real number or an array of one, of shape () or (1,)"
+    array = as_array("scale", scale, allowed)
     real = jnp.issubdtype(array.dtype, np.floating) or jnp.issubdtype(array.dtype, np.integer)
     if array.size != 1 or array.ndim > 1 or not real:
-        raise ValueError(f"scale must be a real number or scalar array, but got {array.dtype} of shape {array.shape}.")
+        raise ValueError(f"scale must be {allowed}, but got {array.dtype} of shape {array.shape}.")
     return array.reshape(())
 
 
@@ -274,7 +298,8 @@ def _softcap(softcap: Any, dtype: np.dtype) -> float | None:
     if softcap is None:
         return None
     if not isinstance(softcap, int | float | np.integer | np.floating) or isinstance(softcap, bool):
-        raise TypeError(f"softcap must be a positive number, known when tracing, but got {_kind(softcap)}.")
+        given = _traced("softcap", softcap) or _kind(softcap)
+        raise TypeError(f"softcap must be a positive number, known when tracing, but got {given}.")
     try:
         cap = float(softcap)
     except OverflowError:

@@ -107,7 +107,7 @@ def attention(
       value: (B, S, K, Dv) or (S, K, Dv), of query's dtype.
       bias: added to the logits; up to 4 axes, broadcastable to (B, N, T, S). A bias of -inf hides. Differentiable.
       mask: bool, shaped like `bias`; False hides.
-      scale: scalar, by default `1 / sqrt(D)`; any sign; may be traced. Differentiable.
+      scale: number, or array of shape () or (1,), by default `1 / sqrt(D)`; any sign; may be traced. Differentiable.
       is_causal: row `i` sees keys up to position `i + query_offset`.
       query_seq_lengths: int32 (B,); rows from there on see nothing.
       key_value_seq_lengths: int32 (B,); keys from there on are hidden.
@@ -133,7 +133,8 @@ def attention(
 
     Raises:
       ValueError, TypeError: an argument has a wrong shape, dtype, value or type; raised before compilation.
-      NotImplementedError: the implementation does not support the call, with the reason that `why_not` gives.
+      NotImplementedError: the implementation does not support the call, with the reason that `why_not` gives; or
+        shapes are symbolic, as `jax.export` has them, which only "reference" takes.
     """
     arguments = dict(locals())
     call, arrays = check(**arguments)
@@ -167,7 +168,7 @@ def why_not(
         passes(implementation, query, key, value, device=device, **arguments)
     except (ValueError, TypeError, NotImplementedError) as error:
         if isinstance(error, _BadSignature):
-            raise
+            raise TypeError(*error.args) from None
         return str(error)
     return None
 
@@ -189,7 +190,7 @@ def passes(
     try:
         bound = inspect.signature(attention).bind(query, key, value, implementation=implementation, **arguments)
     except TypeError as error:
-        raise _BadSignature(*error.args) from error
+        raise _BadSignature(f"attention() {error}") from error
     bound.apply_defaults()
     structs: dict[str, Any] = {}
     rest: dict[str, Any] = {}

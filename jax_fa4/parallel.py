@@ -184,7 +184,7 @@ def _reshaped(x: Array, axis: int, sizes: tuple[int, int], *, swap: bool = False
 
 
 def _checked_axis(x: ArrayLike, layout: Layout, devices: int, axis: int) -> tuple[Array, int]:
-    x = jnp.asarray(x) if jax.config.jax_enable_x64 else as_array("x", x)  # type: ignore[attr-defined]
+    x = jnp.asarray(x) if jax.config.jax_enable_x64 else as_array("x", x)  # type: ignore[attr-defined, unused-ignore]
     for name, number in (("axis", axis), ("devices", devices)):
         if not isinstance(number, int | np.integer) or isinstance(number, bool):
             raise TypeError(f"{name} must be an int, but got {number!r}.")

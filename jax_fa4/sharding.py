@@ -183,8 +183,8 @@ def over_auto_axes(
         jax.tree.structure(arguments),
         tuple(zip(mesh.axis_sizes, manual, strict=True)),
         again,
-        bool(jax.config.jax_enable_x64),  # type: ignore[attr-defined]
-        jax.config.jax_default_matmul_precision,  # type: ignore[attr-defined]
+        bool(jax.config.jax_enable_x64),  # type: ignore[attr-defined, unused-ignore]
+        jax.config.jax_default_matmul_precision,  # type: ignore[attr-defined, unused-ignore]
     )
     return plan.named(*arrays)
 

@@ -8,6 +8,7 @@ import re
 from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -90,7 +91,7 @@ UNSUPPORTED_DTYPES = {
     for dtype in ("int32", "int8", "bool", "complex64", "float8_e4m3fn", "float8_e5m2")
 }
 NOT_ARRAYS = {
-    f"{name}_{label}": Bad(TypeError, {name: x}, ("must be an array", word))
+    f"{name}_{label}": Bad(TypeError, {name: x}, ("must be ", "an array", word))
     for name in (*GOOD, "bias", "mask", "scale", "sinks", "query_seq_lengths", "key_value_seq_lengths", "query_offset")
     for label, x, word in [
         ("ragged", [[1.0], [1.0, 2.0]], "list"),
@@ -106,7 +107,9 @@ NOT_ARRAYS = {
     if not (label == "str" and name == "query_offset") and not (label == "None" and name not in (*GOOD, "query_offset"))
 }
 SIZES = {
-    "heads_do_not_divide": Bad(ValueError, {"query": f32(B, T, 3, D)}, ("multiple", "2", "(2, 5, 3, 8)")),
+    "heads_do_not_divide": Bad(
+        ValueError, {"query": f32(B, T, 3, D)}, ("multiple", "2", "(2, 5, 3, 8) for (B, T, N, D)")
+    ),
     "more_kv_heads": Bad(ValueError, {"query": f32(B, T, 1, D)}, ("multiple", "2", "(2, 5, 1, 8)")),
     "no_kv_heads": Bad(
         ValueError,
@@ -144,7 +147,7 @@ WINDOWS = {
 }
 DENSE = {
     "mask_float": Bad(ValueError, {"mask": f32(T, S)}, ("bool", "float32", "bias")),
-    "mask_int": Bad(ValueError, {"mask": i32(T, S)}, ("bool", "int32", "bias")),
+    "mask_int": Bad(ValueError, {"mask": i32(T, S)}, ("bool", "int32", "compare numbers with 0", "bias")),
     **{
         f"{name}_of_wrong_{axis}": Bad(ValueError, {name: np.zeros(shape, dtype)}, ("(2, 4, 5, 7)", str(shape)))
         for name, dtype in (("mask", bool), ("bias", np.float32))
@@ -168,10 +171,10 @@ LENGTHS = {
         f"{name}_of_{label}": Bad(ValueError, {name: x}, words)
         for name in _lengths
         for label, x, words in [
-            ("0_axes", i32(), ("(2,)", "()")),
-            ("3", i32(3), ("(2,)", "(3,)")),
-            ("1", i32(1), ("(2,)", "(1,)")),
-            ("2_axes", i32(B, 1), ("(2,)", "(2, 1)")),
+            ("0_axes", i32(), ("(B,) = (2,)", "()")),
+            ("3", i32(3), ("(B,) = (2,)", "(3,)")),
+            ("1", i32(1), ("(B,) = (2,)", "(1,)")),
+            ("2_axes", i32(B, 1), ("(B,) = (2,)", "(2, 1)")),
             ("float", f32(B), ("int32", "float32")),
             ("uint32", np.zeros(B, np.uint32), ("int32", "uint32")),
             ("int16", np.zeros(B, np.int16), ("int32", "int16")),
@@ -179,7 +182,10 @@ LENGTHS = {
             ("float_list", [1.0, 2.0], ("int32", "float32")),
         ]
     },
-    **{f"unbatched_{name}": Bad(ValueError, {name: i32(2)} | UNBATCHED, ("(1,)", "()", "(2,)")) for name in _lengths},
+    **{
+        f"unbatched_{name}": Bad(ValueError, {name: i32(2)} | UNBATCHED, ("(B,) = (1,) or ()", "(2,)"))
+        for name in _lengths
+    },
 }
 SEGMENTS = {
     "query_ids_alone": Bad(
@@ -192,7 +198,7 @@ SEGMENTS = {
         f"{name}_{label}": Bad(ValueError, {name: x, other: i32(B, length)}, words)
         for name, other, length in [("query_segment_ids", "key_value_segment_ids", S)]
         for label, x, words in [
-            ("of_wrong_T", i32(B, S), ("(2, 5)", "(2, 7)")),
+            ("of_wrong_T", i32(B, S), ("(B, T) = (2, 5)", "(2, 7)")),
             ("of_wrong_B", i32(1, T), ("(2, 5)", "(1, 5)")),
             ("without_B", i32(T), ("(2, 5)", "(5,)")),
             ("float", f32(B, T), ("int32", "float32")),
@@ -200,20 +206,21 @@ SEGMENTS = {
         ]
     },
     "key_ids_of_wrong_S": Bad(
-        ValueError, {"key_value_segment_ids": i32(B, T), "query_segment_ids": i32(B, T)}, ("(2, 7)", "(2, 5)")
+        ValueError, {"key_value_segment_ids": i32(B, T), "query_segment_ids": i32(B, T)}, ("(B, S) = (2, 7)", "(2, 5)")
     ),
 }
 ROW_BOUNDS = {
     f"row_bounds_{label}": Bad(error, {"row_bounds": bounds}, words)
     for label, error, bounds, words in [
         ("array", TypeError, i32(2, B, T), ("pair (lower, upper)", "ndarray")),
-        ("of_3", TypeError, (i32(B, T),) * 3, ("pair (lower, upper)", "tuple")),
-        ("of_1", TypeError, (i32(B, T),), ("pair (lower, upper)", "tuple")),
+        ("jax_array", TypeError, jnp.zeros((2, B, T), jnp.int32), ("pair (lower, upper)", "int32 of shape (2, 2, 5)")),
+        ("of_3", TypeError, (i32(B, T),) * 3, ("pair (lower, upper)", "a tuple of length 3")),
+        ("of_1", TypeError, (i32(B, T),), ("pair (lower, upper)", "a tuple of length 1")),
         ("str", TypeError, "ab", ("pair (lower, upper)", "'ab'")),
         ("dict", TypeError, {"lower": i32(B, T), "upper": i32(B, T)}, ("pair (lower, upper)", "dict")),
         ("without_lower", TypeError, (None, i32(B, T)), ("int32", "None")),
         ("without_upper", TypeError, (i32(B, T), None), ("int32", "None")),
-        ("of_wrong_T", ValueError, (i32(B, S), i32(B, T)), ("lower", "(2, 5)", "(2, 7)")),
+        ("of_wrong_T", ValueError, (i32(B, S), i32(B, T)), ("lower", "(B, T) = (2, 5)", "(2, 7)")),
         ("of_wrong_B", ValueError, (i32(B, T), i32(1, T)), ("upper", "(2, 5)", "(1, 5)")),
         ("of_ints", ValueError, (0, 3), ("lower", "(2, 5)", "()")),
         ("float", ValueError, (i32(B, T), f32(B, T)), ("upper", "int32", "float32")),
@@ -242,6 +249,7 @@ FLAGS = {
         ("None", None, "None"),
         ("float", 1.0, "1.0"),
         ("array", np.ones(2, bool), "ndarray"),
+        ("jax_array", jnp.array(True), "a jax.Array of bool of shape ()"),
         ("list", [True], "list"),
     ]
 }
@@ -262,9 +270,9 @@ SOFTCAPS = {
     ]
 }
 SCALARS = {
-    "scale_of_2": Bad(ValueError, {"scale": f32(2)}, ("scalar", "(2,)")),
-    "scale_of_0": Bad(ValueError, {"scale": f32(0)}, ("scalar", "(0,)")),
-    "scale_of_2_axes": Bad(ValueError, {"scale": f32(1, 1)}, ("scalar", "(1, 1)")),
+    "scale_of_2": Bad(ValueError, {"scale": f32(2)}, ("of shape () or (1,)", "(2,)")),
+    "scale_of_0": Bad(ValueError, {"scale": f32(0)}, ("of shape () or (1,)", "(0,)")),
+    "scale_of_2_axes": Bad(ValueError, {"scale": f32(1, 1)}, ("of shape () or (1,)", "(1, 1)")),
     "scale_complex": Bad(ValueError, {"scale": 1j}, ("real number", "complex64")),
     "scale_bool": Bad(ValueError, {"scale": True}, ("real number", "bool")),
     "scale_too_large": Bad((ValueError, TypeError), {"scale": 10**400}, ("1000",)),
@@ -330,12 +338,15 @@ def _is_array(x: Any) -> bool:
     "name", ["is_causal", "deterministic", "return_residual", "softcap", "local_window_size", "implementation"]
 )
 def test_what_is_static_cannot_be_traced(name: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=f"^{name} must be "):
+    with pytest.raises((TypeError, ValueError), match=f"^{name} must be ") as caught:
         jax.eval_shape(lambda x: attention(**GOOD, **{name: x}), jax.ShapeDtypeStruct((), np.int32))
+    if name != "implementation":  # of JAX's types it could only be a number
+        said = f"known when tracing, but got a tracer of int32[]: under jax.jit, bind {name} with functools.partial"
+        assert said in str(caught.value)
 
 
 def test_a_window_of_a_traced_side_names_the_argument() -> None:
-    with pytest.raises(TypeError, match=r"^local_window_size must be .* known when tracing"):
+    with pytest.raises(TypeError, match=r"^local_window_size must be .* known when tracing.* a tracer of int32"):
         jax.eval_shape(lambda x: attention(**GOOD, local_window_size=(x, 2)), jax.ShapeDtypeStruct((), np.int32))
 
 
@@ -363,8 +374,33 @@ def test_errors_come_before_compilation_and_from_inside_jit() -> None:
 def test_unknown_keyword() -> None:
     with pytest.raises(TypeError, match="dropout_rate"):
         attention(**GOOD, dropout_rate=0.1)
-    with pytest.raises(TypeError, match="dropout_rate"):
+    with pytest.raises(TypeError, match=r"^attention\(\) got an unexpected keyword argument 'dropout_rate'") as caught:
         why_not(None, **GOOD, dropout_rate=0.1)
+    assert caught.type is TypeError
+
+
+@pytest.mark.parametrize("name", GOOD)
+@pytest.mark.parametrize("axis", range(4))
+def test_symbolic_shapes_are_for_the_reference(name: str, axis: int) -> None:
+    (size,) = jax.export.symbolic_shape("size")
+    shape = list(GOOD[name].shape)
+    shape[axis] = size
+    structs = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in GOOD.items()}
+    structs[name] = jax.ShapeDtypeStruct(shape, np.float32)
+    given = re.escape(f"({', '.join(map(str, shape))})")
+    want = f"{name}'s shape must be of constants unless implementation='reference', but got {given}"
+    with pytest.raises(NotImplementedError, match=want):
+        jax.export.export(jax.jit(attention))(**structs)
+    assert re.match(want, why_not(None, **structs) or "")
+
+
+def test_the_reference_takes_a_symbolic_batch() -> None:
+    batch = jax.export.symbolic_shape("batch")
+    structs = [jax.ShapeDtypeStruct(batch + x.shape[1:], x.dtype) for x in GOOD.values()]
+    call = jax.jit(functools.partial(attention, is_causal=True, implementation="reference"))
+    arrays = [np.cos(np.arange(x.size, dtype=np.float32)).reshape(x.shape) for x in GOOD.values()]
+    out = jax.export.export(call)(*structs).call(*arrays)
+    np.testing.assert_array_equal(out, call(*arrays))
 
 
 @pytest.mark.parametrize("implementation", [None, "tiled", "xla", "reference"])

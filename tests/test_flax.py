@@ -558,7 +558,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "lengths' shape in a step": (
         {"query": np.zeros((2, 1, 4, 8), np.float32), "mask": StructuredMask(key_value_seq_lengths=np.int32(3))},
-        r"key_value_seq_lengths's shape must be \(2,\), but got \(\)",
+        r"key_value_seq_lengths's shape must be \(B,\) = \(2,\), but got \(\)",
     ),
     "mask's shape": (
         {"mask": np.ones((9, 10))},
@@ -578,7 +578,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "ids' shape": (
         {"mask": StructuredMask(query_seq_lengths=np.zeros((3,), np.int32))},
-        r"query_seq_lengths's shape must be \(2,\), but got \(3,\)",
+        r"query_seq_lengths's shape must be \(B,\) = \(2,\), but got \(3,\)",
     ),
     "ids' dtype": (
         {"mask": StructuredMask(row_bounds=(np.zeros((2, 9)), np.zeros((2, 9))))},
