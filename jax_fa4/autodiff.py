@@ -123,7 +123,7 @@ def under_sinks(
     scaled = (wide * share[..., None]).astype(dout.dtype)
     if dout.dtype == lse.dtype:
         return (out, lse, lse_rounding, scaled, dlse), dsinks
-    top, more = jnp.maximum(lse, sinks[None, None]), jnp.log1p(jnp.exp(-jnp.abs(over)))
+    top, more = jnp.where(over > 0, lse, sinks[None, None]), jnp.log1p(jnp.exp(-jnp.abs(over)))
     total = jnp.where(some, top + more, -jnp.inf)
     rounding = jnp.where(jnp.isfinite(total), more - (total - top), 0)
     if lse_rounding is not None:

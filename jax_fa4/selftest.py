@@ -84,8 +84,11 @@ def is_seen(kernels: Kernels, device: jax.Device) -> bool:
 
 
 def is_off() -> bool:
-    """Whether the environment says that nothing is to be tested."""
-    return os.environ.get(SWITCH) == "0"
+    """Whether the environment says that nothing is to be tested; raises ValueError if what it says is not clear."""
+    value = os.environ.get(SWITCH) or "1"
+    if value not in ("0", "1"):
+        raise ValueError(f"{SWITCH} in the environment must be 0 or 1, but got {value!r}.")
+    return value == "0"
 
 
 def refuse(
@@ -171,9 +174,8 @@ def _is_here(device: jax.Device) -> bool:
 
 def _tell(tested: Pass, kernels: Kernels, dtype: Any, widths: tuple[int, int], device: jax.Device) -> str | None:
     with ThreadPoolExecutor(1, initializer=lambda: setattr(_in_test, "here", True)) as thread:
-        test = thread.submit(_wrong, tested, kernels, dtype, widths, device)
         try:
-            wrong = test.result()
+            wrong = thread.submit(_wrong, tested, kernels, dtype, widths, device).result()
         except Exception as error:  # Whatever goes wrong is what the test is for.
             lines = str(error).strip().splitlines()
             wrong = f"{type(error).__name__}: {lines[0] if lines else ''}"

@@ -260,6 +260,20 @@ def test_the_exit_status_is_mains(monkeypatch: pytest.MonkeyPatch) -> None:
         assert caught.value.code == status
 
 
+def test_a_reader_that_has_read_enough() -> None:
+    command = f"{sys.executable} -P -m jax_fa4 | head -c 1"
+    ran = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
+    assert (ran.stdout, ran.returncode) == ("P", 1), ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert "BrokenPipe" not in ran.stderr
+
+
+def test_an_unclear_switch(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(selftest.SWITCH, "off")
+    assert list(doctor._print_self_tests()) == ["JAX_FA4_SELF_TEST in the environment must be 0 or 1, but got 'off'."]
+    assert capsys.readouterr().out == ""
+
+
 def test_no_device(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise RuntimeError("no such platform")

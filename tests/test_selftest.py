@@ -235,6 +235,9 @@ def test_turned_off(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls_in(lowered(jax.grad(loss))) == (1, 1)
     assert calls_in(lowered(lambda x: attend(x, implementation="cuda"))) == (1, 0)
     assert runs.count == 0
+    monkeypatch.setenv(selftest.SWITCH, "false")
+    with pytest.raises(ValueError, match=r"JAX_FA4_SELF_TEST in the environment must be 0 or 1, but got 'false'\."):
+        lowered(attend)
     monkeypatch.setenv(selftest.SWITCH, "1")
     with pytest.warns(SelfTestWarning):
         assert calls_in(lowered(attend)) == (0, 0)
