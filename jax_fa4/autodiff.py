@@ -57,11 +57,13 @@ def attend(
     operands, sinks = spec.varied((operands, sinks))
     if implementation is reference:
         return forward(implementation, problem, operands, sinks)[:2]
-    guarded = jax.tree.map(
-        lambda x: _operand_p.bind(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, (operands, sinks)
-    )
-    out, lse, _, _ = _attend(implementation, problem, *guarded)
+    out, lse, _, _ = _attend(implementation, problem, *reverse_mode_only((operands, sinks)))
     return out, lse
+
+
+def reverse_mode_only(tree: Any) -> Any:
+    """The same arrays, of which forward-mode differentiation raises TypeError."""
+    return jax.tree.map(lambda x: _operand_p.bind(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
 
 def apply_sinks(
@@ -404,8 +406,8 @@ def _folded(lead: int, function: Callable[[Any], Any], arguments: Any) -> Any:
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:
     raise TypeError(
-        "jax_fa4.attention supports forward-mode differentiation (jvp, jacfwd, linearize, hessian) only with "
-        "implementation='reference'; reverse mode (grad, vjp, jacrev, also nested) works with every implementation."
+        "jax_fa4 supports forward-mode differentiation (jvp, jacfwd, linearize, hessian) only with "
+        "implementation='reference'; reverse mode (grad, vjp, jacrev) works with every implementation."
     )
 
 

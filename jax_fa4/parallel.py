@@ -212,6 +212,8 @@ def _check_layout(layout: Any, devices: int, lengths: dict[str, int]) -> None:
 
 def _devices(axis_name: Any) -> int:
     """The number of devices along a mesh axis, or along several."""
+    if isinstance(axis_name, list):
+        raise TypeError(f"axis_name must be a mesh axis or a tuple of several, but got a list, {axis_name!r}.")
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     try:
         repeated = len(set(names)) < len(names)
@@ -219,13 +221,19 @@ def _devices(axis_name: Any) -> int:
     except (NameError, TypeError, ValueError) as error:
         raise ValueError(
             "axis_name must be a mesh axis of a jax.shard_map around the call, or a tuple of several, but got "
-            f"{axis_name!r}, which is not bound here."
+            f"{axis_name!r}, which is not bound here ({_bound()})."
         ) from error
     if repeated:
         raise ValueError(f"axis_name must not name a mesh axis twice, but got {axis_name!r}.")
     if not names:
         raise ValueError("axis_name must name a mesh axis, but got ().")
     return devices
+
+
+def _bound() -> str:
+    """Which mesh axes are bound here."""
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    return f"what is: {', '.join(map(repr, axes))}" if axes else "nothing is"
 
 
 def _check_shardings(arrays: dict[str, Any]) -> None:
@@ -325,8 +333,11 @@ def _run(
     problem = spec.Problem(softcap=call.softcap, deterministic=call.deterministic)
     like_a_step = spec.Operands(query, keys.key, keys.value, rows.scale, lower, upper)
     implementation = dispatch.choose(call.implementation, problem, like_a_step)
-    attend = _forward if implementation is reference else _attend  # the former is differentiated by JAX itself
-    out, lse, *_ = attend(_Ring(implementation, problem, axis_name, devices, layout), rows, keys)
+    ring = _Ring(implementation, problem, axis_name, devices, layout)
+    if implementation is reference:
+        out, lse, *_ = _forward(ring, rows, keys)  # is differentiated by JAX itself
+    else:
+        out, lse, *_ = _attend(ring, *autodiff.reverse_mode_only((rows, keys)))
     lse = lse.astype(np.float32)
     if not call.batched:
         out, lse = out[0], lse[0]

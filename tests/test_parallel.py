@@ -479,7 +479,7 @@ def test_higher_derivatives_and_forward_mode() -> None:
     for mode in (second, tangent):
         got = mode(_on_ring(functools.partial(_causal, implementation="reference", layout="contiguous")))
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-4), got, mode(single))
-        with pytest.raises(TypeError, match=r"'reference'|forward-mode"):
+        with pytest.raises(TypeError, match="only with implementation='reference'"):
             mode(_on_ring(functools.partial(_causal, layout="contiguous")))
 
 
@@ -639,9 +639,13 @@ BAD: dict[str, tuple[type[Exception], dict[str, Any], str]] = {
     "bias": (NotImplementedError, {"bias": np.zeros((8, 8))}, "bias.*row_bounds"),
     "mask": (NotImplementedError, {"mask": np.ones((8, 8), bool)}, "mask.*row_bounds"),
     "layout": (ValueError, {"layout": "zig-zag"}, "'contiguous', 'zigzag', 'striped'.*'zig-zag'"),
-    "axis": (ValueError, {"axis_name": "context"}, "axis_name.*'context'"),
+    "axis": (
+        ValueError,
+        {"axis_name": "context"},
+        r"axis_name.*'context', which is not bound here \(what is: 'ring'\)",
+    ),
     "no axis": (ValueError, {"axis_name": None}, "axis_name.*None"),
-    "list of axes": (ValueError, {"axis_name": ["ring"]}, r"axis_name.*tuple.*\['ring'\]"),
+    "list of axes": (TypeError, {"axis_name": ["ring"]}, r"axis_name.*tuple.*a list, \['ring'\]"),
     "axis twice": (ValueError, {"axis_name": ("ring", "ring")}, r"axis_name.*twice.*\('ring', 'ring'\)"),
     "no axes": (ValueError, {"axis_name": ()}, r"axis_name must name a mesh axis, but got \(\)"),
     "axis by number": (ValueError, {"axis_name": 0}, "axis_name.*got 0"),
@@ -674,7 +678,7 @@ def test_bad_input_is_an_error_before_compilation(name: str) -> None:
 
 
 def test_outside_of_shard_map() -> None:
-    with pytest.raises(ValueError, match=r"axis_name must be a mesh axis of a jax\.shard_map.*'ring'"):
+    with pytest.raises(ValueError, match=r"axis_name must be a mesh axis of a jax\.shard_map.*'ring'.*nothing is"):
         ring_attention(**GOOD, axis_name="ring")
 
 

@@ -512,8 +512,8 @@ class TestControlFlow:
 
 
 SENTENCE = (
-    "jax_fa4.attention supports forward-mode differentiation (jvp, jacfwd, linearize, hessian) only with "
-    "implementation='reference'; reverse mode (grad, vjp, jacrev, also nested) works with every implementation."
+    "jax_fa4 supports forward-mode differentiation (jvp, jacfwd, linearize, hessian) only with "
+    "implementation='reference'; reverse mode (grad, vjp, jacrev) works with every implementation."
 )
 
 
