@@ -19,7 +19,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
+from cases import draw
 from jax import Array, lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -435,6 +437,32 @@ class TestReverseMode:
         (first,), (second,) = pull((out, jnp.zeros_like(lse))), pull((jnp.zeros_like(out), lse))
         (both,) = pull((out, lse))
         assert_close(first + second, both)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("mapped", [["sinks"], ["query"], ["dout", "dlse"], ["key", "value", "sinks", "dlse"]], ids=str)
+def test_sinks_of_16_bit_operands(mapped: list[str], dtype: str) -> None:
+    """Their gradients go another way than those in float32: under vmap, and under remat that saves the residuals."""
+    rng = np.random.default_rng(1)
+    shapes = {"query": (B, T, N, D), "key": (B, S, K, D), "value": (B, S, K, Dv), "dout": (B, T, N, Dv)}
+    arrays = {name: draw("gaussian", shape, dtype, rng) for name, shape in shapes.items()}
+    arrays |= {"dlse": rng.standard_normal((B, T, N), np.float32), "sinks": np.array([-3, 0, 2, 100], np.float32)}
+    stacked = {name: np.stack([x, x / x.dtype.type(2)]) if name in mapped else x for name, x in arrays.items()}
+    floats = ("query", "key", "value", "sinks")
+
+    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES))
+    def call(floats: dict[str, Any]) -> Any:
+        return attention(**floats, is_causal=True, return_residual=True)
+
+    def pulled(arrays: dict[str, Any]) -> dict[str, Any]:
+        (out, lse), pull = jax.vjp(call, {name: arrays[name] for name in floats})
+        return {"out": out, "lse": lse, **pull((arrays["dout"], arrays["dlse"]))[0]}
+
+    got = jax.jit(jax.vmap(pulled, in_axes=({name: 0 if name in mapped else None for name in arrays},)))(stacked)
+    for i in range(2):
+        one = {name: x[i] if name in mapped else x for name, x in stacked.items()}
+        arguments = {name: one[name] for name in floats} | {"is_causal": True}
+        oracle.check({name: x[i] for name, x in got.items()}, oracle.expect(arguments, one["dout"], one["dlse"]))
 
 
 class TestControlFlow:
