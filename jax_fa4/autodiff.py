@@ -32,8 +32,7 @@ _Results = tuple[Array, Array, Array | None]
 Without the last, exp(logits - lse) would miss a row's sum by a factor where |lse| is so large that log(sum) rounds off.
 """
 _SinkResults = tuple[Array, Array, Array | None, Array | None]
-"""Of these, out scaled by sinks if there are any; and out without them where `apply_sinks` says so."""
-
+"""Of these, out scaled by sinks if there are any; and what `apply_sinks` gives beside."""
 _BackwardArrays = tuple[Array, Array, Array | None, Array, Array | None]
 """Out, lse and its rounding, and the cotangents of out and of lse if it has one: what a `backward` takes, by row."""
 
@@ -66,36 +65,29 @@ def reverse_mode_only(tree: Any) -> Any:
     return jax.tree.map(lambda x: _operand_p.bind(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
 
-def apply_sinks(
-    sinks: Array, out: Array, lse: Array, lse_rounding: Array | None, dtype: np.dtype
-) -> tuple[Array, Array | None]:
+def apply_sinks(sinks: Array | None, results: _Results, dtype: np.dtype) -> _SinkResults:
     """Scales out by the share of a row's softmax that its sink leaves to the keys: exp(lse) / (exp(lse) + exp(sink)).
 
     Args:
-      sinks: (N,), in the compute dtype.
-      out: (B, T, N, Dv), in the compute dtype. Rows that see nothing are 0, and stay so.
-      lse: (B, T, N).
-      lse_rounding: of this lse.
-      dtype: of the results.
+      sinks: (N,), in the compute dtype, as out is then; None if there are none.
+      results: without sinks. Rows that see nothing are 0, and stay so.
+      dtype: that out is to have.
 
     Returns:
-      Out, scaled; and as it was, for the gradient of sinks, if the other may underflow, as in float16 it may.
+      The results with sinks; and out as it was, for their gradient, if the scaled one may underflow, as in float16.
     """
+    out, lse, lse_rounding = results
+    if sinks is None:
+        return out.astype(dtype), lse, lse_rounding, None
     share = _sigmoid(_over_sinks(sinks, lse, lse_rounding))
     # Whatever the cotangent is of a row that sees nothing.
     scaled = out * jnp.where(lse == -jnp.inf, 0, share)[..., None]
-    return scaled.astype(dtype), out.astype(dtype) if dtype == np.float16 else None
+    return scaled.astype(dtype), lse, lse_rounding, out.astype(dtype) if dtype == np.float16 else None
 
 
 def under_sinks(
-    sinks: Array,
-    unscaled: Array | None,
-    out: Array,
-    lse: Array,
-    lse_rounding: Array | None,
-    dout: Array,
-    dlse: Array | None,
-) -> tuple[_BackwardArrays, Array]:
+    sinks: Array | None, unscaled: Array | None, arrays: _BackwardArrays
+) -> tuple[_BackwardArrays, Array | None]:
     """What a `backward` that knows no sinks is given for the gradients under sinks; and the gradient of the sinks.
 
     Out is scaled by the share of the softmax that a row's keys have, so dout is too. But it must not be rounded: what
@@ -105,23 +97,21 @@ def under_sinks(
     dlse is divided by the share. Where that might overflow, dout is multiplied all the same.
 
     Args:
-      sinks: (N,), in the compute dtype.
+      sinks: (N,), in the compute dtype; None if there are none, which changes nothing.
       unscaled: out as it was before, if `apply_sinks` gave it.
-      out: scaled by `apply_sinks`.
-      lse: without sinks.
-      lse_rounding: of this lse.
-      dout: as `backward` takes it.
-      dlse: likewise.
+      arrays: out, scaled by `apply_sinks`; lse without sinks, and its rounding; and the cotangents.
 
     Returns:
-      out, lse, its rounding, dout and dlse for `backward`; and the gradient of sinks (N,).
+      The arrays for `backward`; and the gradient of sinks (N,), if there are any.
     """
+    if sinks is None:
+        return arrays, None
+    out, lse, lse_rounding, dout, dlse = arrays
     some, over = lse != -jnp.inf, _over_sinks(sinks, lse, lse_rounding)
     share, wide = _sigmoid(over), jnp.where(some[..., None], spec.as_stored(dout), 0)
-    sink_share = jnp.where(some, _sigmoid(-over), 0)
-    sink_share *= 1 if unscaled is None else share
-    dots = (wide * (out if unscaled is None else unscaled).astype(lse.dtype)).sum(-1)
-    dsinks = -(sink_share * dots).sum((0, 1))
+    kept, weight = (out, 1) if unscaled is None else (unscaled, share)
+    delta = weight * (wide * kept.astype(lse.dtype)).sum(-1)
+    dsinks = -(jnp.where(some, _sigmoid(-over), 0) * delta).sum((0, 1))
     scaled = (wide * share[..., None]).astype(dout.dtype)
     if dout.dtype == lse.dtype:
         return (out, lse, lse_rounding, scaled, dlse), dsinks
@@ -148,6 +138,13 @@ def _sigmoid(x: Array) -> Array:
 _sigmoid.defjvps(lambda tangent, share, x: tangent * (share * _sigmoid(-x)))
 
 
+def named(results: _SinkResults) -> _SinkResults:
+    """Results with the names of residuals."""
+    out, lse, rounding, unscaled = results
+    (out, unscaled), (lse, rounding) = map(checkpoint_name, ((out, unscaled), (lse, rounding)), CHECKPOINT_NAMES)
+    return out, lse, rounding, unscaled
+
+
 def _over_sinks(sinks: Array, lse: Array, lse_rounding: Array | None) -> Array:
     """By how much lse exceeds the sinks; 0 for rows that see nothing."""
     over = jnp.where(lse == -jnp.inf, 0, lse) - sinks[None, None]
@@ -163,11 +160,10 @@ def _attend(
 
 def _attend_fwd(implementation: ModuleType, problem: spec.Problem, *primals: Any) -> tuple[Any, Any]:
     operands, sinks = jax.tree.map(lambda primal: primal.value, primals)
-    out, lse, rounding, unscaled = _attend(implementation, problem, operands, sinks)
-    (out, unscaled), (lse, rounding) = map(checkpoint_name, ((out, unscaled), (lse, rounding)), CHECKPOINT_NAMES)
+    results = out, lse, rounding, unscaled = named(_attend(implementation, problem, operands, sinks))
     # Whether the bias's gradient is wanted is static: it travels in the tree structure of the residuals.
     wants_bias = () if operands.bias is not None and primals[0].bias.perturbed else None
-    return (out, lse, rounding, unscaled), (operands, sinks, unscaled, out, lse, rounding, wants_bias)
+    return results, (operands, sinks, unscaled, out, lse, rounding, wants_bias)
 
 
 def _attend_bwd(implementation: ModuleType, problem: spec.Problem, residuals: Any, cotangents: Any) -> tuple[Any, Any]:
@@ -196,21 +192,7 @@ def backward(
     dlse: Array | None,
 ) -> tuple[spec.Gradients, Array | None]:
     """The gradients of the operands, in their shapes and order, and of sinks, from what `forward` returned."""
-    arrays: _BackwardArrays = (out, lse, lse_rounding, dout, dlse)
-    dsinks = None
-    if sinks is not None:
-        arrays, dsinks = under_sinks(sinks, unscaled, *arrays)
-    return _backward(implementation, problem, with_bias, operands, arrays), dsinks
-
-
-def _backward(
-    implementation: ModuleType,
-    problem: spec.Problem,
-    with_bias: bool,
-    operands: spec.Operands,
-    arrays: _BackwardArrays,
-) -> spec.Gradients:
-    """The gradients of the operands, without sinks."""
+    arrays, dsinks = under_sinks(sinks, unscaled, (out, lse, lse_rounding, dout, dlse))
     call = functools.partial(_call_backward, implementation, problem, with_bias)
     rows = operands.query_order
     if rows is not None:
@@ -219,20 +201,21 @@ def _backward(
     scale = gradients.scale.reshape(-1, operands.scale.shape[0]).sum(0).astype(operands.scale.dtype)
     gradients = gradients._replace(scale=scale)
     if operands.query_order is None or operands.key_order is None:
-        return gradients
+        return gradients, dsinks
     row, key = jnp.argsort(operands.query_order, axis=1), jnp.argsort(operands.key_order, axis=1)
     bias = gradients.bias
     if bias is not None and operands.bias is not None:
         bias = spec.permute(spec.permute(bias, row, 2), key, 3)
         # Sorting may have given every batch element a bias of its own.
         bias = bias if bias.shape == operands.bias.shape else bias.sum(0, keepdims=True)
-    return spec.Gradients(
+    gradients = spec.Gradients(
         spec.permute(gradients.query, row, 1),
         spec.permute(gradients.key, key, 1),
         spec.permute(gradients.value, key, 1),
         scale,
         bias,
     )
+    return gradients, dsinks
 
 
 def _backward_fwd(
@@ -284,9 +267,7 @@ def forward(
     if operands.query_order is not None:
         row = jnp.argsort(operands.query_order, axis=1)
         results = jax.tree.map(lambda x: spec.permute(x, row, 1), results)
-    out, lse, rounding = results
-    out, unscaled = (out, None) if sinks is None else apply_sinks(sinks, out, lse, rounding, dtype)
-    return out, lse, rounding, unscaled
+    return apply_sinks(sinks, results, dtype)
 
 
 def _call_forward(implementation: ModuleType, problem: spec.Problem, arguments: tuple[spec.Operands]) -> _Results:

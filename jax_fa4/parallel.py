@@ -25,7 +25,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from jax_fa4 import autodiff, dispatch, reference
@@ -404,7 +403,7 @@ class _Sum(NamedTuple):
     acc: Array  # (B, T, N, Dv): the sum of exp(lse - top) * out
 
 
-def _forward(ring: _Ring, rows: _Rows, keys: _Keys) -> tuple[Array, Array, Array, Array | None]:
+def _forward(ring: _Ring, rows: _Rows, keys: _Keys) -> tuple[Array, Array, Array | None, Array | None]:
     """Out (B, T, N, Dv) in query's dtype, lse (B, T, N), its rounding, and what `autodiff.apply_sinks` gives beside."""
     problem = dataclasses.replace(ring.problem, wide_out=True)
     dtype = spec.compute_dtype(rows.query.dtype)
@@ -447,23 +446,17 @@ def _forward(ring: _Ring, rows: _Rows, keys: _Keys) -> tuple[Array, Array, Array
     rounding = jnp.where(some, jnp.log(total) - (lse - top), 0)
     lse = jnp.where(some, lse, -jnp.inf)
     out = acc / total[..., None]
-    if rows.sinks is None:
-        return out.astype(rows.query.dtype), lse, rounding, None
-    out, unscaled = autodiff.apply_sinks(rows.sinks, out, lse, rounding, rows.query.dtype)
-    return out, lse, rounding, unscaled
+    return autodiff.apply_sinks(rows.sinks, (out, lse, rounding), rows.query.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(ring: _Ring, rows: _Rows, keys: _Keys) -> tuple[Array, Array, Array, Array | None]:
+def _attend(ring: _Ring, rows: _Rows, keys: _Keys) -> tuple[Array, Array, Array | None, Array | None]:
     return _forward(ring, rows, keys)
 
 
 def _attend_fwd(ring: _Ring, rows: _Rows, keys: _Keys) -> tuple[Any, Any]:
-    out, lse, rounding, unscaled = _attend(ring, rows, keys)
-    (out, unscaled), (lse, rounding) = map(
-        checkpoint_name, ((out, unscaled), (lse, rounding)), autodiff.CHECKPOINT_NAMES
-    )
-    return (out, lse, rounding, unscaled), (rows, keys, unscaled, out, lse, rounding)
+    results = out, lse, rounding, unscaled = autodiff.named(_attend(ring, rows, keys))
+    return results, (rows, keys, unscaled, out, lse, rounding)
 
 
 def _attend_bwd(ring: _Ring, residuals: Any, cotangents: Any) -> tuple[_Rows, _Keys]:
@@ -498,10 +491,7 @@ def _backward(
 ) -> tuple[_Gradients, Array | None]:
     """The gradients of a device's queries, scale, keys and values, in their dtypes; and of sinks."""
     dtype = spec.compute_dtype(rows.query.dtype)
-    arrays: Any = (out, lse, rounding, dout, dlse)
-    dsinks = None
-    if rows.sinks is not None:
-        arrays, dsinks = autodiff.under_sinks(rows.sinks, unscaled, *arrays)
+    arrays, dsinks = autodiff.under_sinks(rows.sinks, unscaled, (out, lse, rounding, dout, dlse))
 
     def gradients(i: int | Array, keys: _Keys) -> _Gradients:
         operands, seen = _step(ring, rows, keys, (rows.device - i) % ring.devices)
